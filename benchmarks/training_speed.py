@@ -10,7 +10,8 @@ autocast, once with weights in bfloat16 alone. Ours is `DecoderTrainer`, as `ada
 of documents that do not attend to each other, clipping, float32 weights, the loss curve; eager and, on a GPU, compiled.
 Its tokens are those that are learnt, without padding. Throughput is measured without waiting for the device in between;
 the phases of a step then in steps of their own, with waiting: reading (in a thread, hidden behind the rest unless it is
-longer), forward and backward, optimiser. Without --corpus, documents have random lengths, --mean on average.
+longer), forward and backward, optimiser. Without --corpus, documents have random lengths, --mean on average. Before
+all that, loss and gradients of packed rows are compared with those of documents one by one in float32.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.lm.loading import choose_device
 from knnlm.lm.windows import WindowShape
 from knnlm.training.data import TokenStream, TrainingBatches
+from knnlm.training.decoder_pass import DecoderPass
 from knnlm.training.decoder_trainer import DecoderConfig, DecoderTrainer
 from knnlm.training.initial_model import InitialModel, open_initial_model
 from knnlm.training.packed_attention import kernel_change
@@ -51,6 +53,7 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}, {initial.parameters:,} weights", flush=True)
     if device.type == "cuda":
         print(f"the kernel of packed rows differs from the reference by {kernel_change(device):.4f}", flush=True)
+    print(check(initial, device, options), flush=True)
     table = []
     for rows in options.rows:
         plain = [plain_loop(initial, kind, rows, device, options) for kind in plain_kinds(device)]
@@ -214,6 +217,36 @@ def documents(lm: CausalLM, tokens: int, options: argparse.Namespace) -> list[li
         made.append(random.integers(lm.vocab_size, size=length).tolist())
         tokens -= length
     return made
+
+
+def check(initial: InitialModel, device: torch.device, options: argparse.Namespace) -> str:
+    """Return how much loss and gradients of two packed rows differ from those of documents one by one in float32."""
+    text = TokenStream.from_documents(documents(initial.lm, 3 * options.length, options))
+    config = DecoderConfig(epochs=1, context=options.length).resolve(text, initial, device)
+    start = {"start_token": initial.lm.start_token, "held_out": 0.0, "seed": 0}
+    batches = TrainingBatches(text, WindowShape(options.length, options.length), **start, packed=True)
+    rows = batches.steps(0, 2 * options.length)[0]
+    windows = np.concatenate(rows)
+    model = copy.deepcopy(initial.lm.model).to(device)
+    loss = 0.0
+    for window in windows:
+        alone = batches.read(window[None])
+        logits = model(input_ids=alone.ids.to(device), use_cache=False).logits[0]
+        own = torch.nn.functional.cross_entropy(logits, alone.targets.to(device), reduction="sum") / len(windows)
+        own.backward()
+        loss += own.item()
+    wanted = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    passes = DecoderPass(model, precision=config.precision, row_length=options.length, longest=batches.longest)
+    batch = batches.read_rows(rows, options.length)
+    total = passes.losses(batch, None, beta=0.0, positions=len(windows)).total
+    total.backward()
+    passes.collect()
+    pairs = [(weight.grad, wanted[name]) for name, weight in passes.weights.items()]
+    squares = [((one - other).square().sum().item(), other.square().sum().item()) for one, other in pairs]
+    change = math.sqrt(sum(one for one, _ in squares) / sum(other for _, other in squares))
+    way = f"packed rows ({passes.attention}, {config.precision}) beside documents one by one in float32"
+    return f"{way}: loss {total.item() / loss - 1:+.1e}, gradients {change:.1e} relative"
 
 
 # ---------------------------------------------------------------------------------------------------------- measures

@@ -20,6 +20,10 @@ def test_table_compares_the_trainer_with_the_plain_loop(model_folder, tmp_path, 
     training_speed.main()
     shown = capsys.readouterr().out.splitlines()
     assert sum("attention over packed rows: mask; no notes" in line for line in shown) == 2
+    (checked,) = [line for line in shown if line.startswith("packed rows (mask, float32) beside")]
+    loss, gradients = checked.split("loss ")[1].removesuffix(" relative").split(", gradients ")
+    assert abs(float(loss)) < 1e-5
+    assert float(gradients) < 1e-4
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown if line.startswith("|")]
     assert tuple(table[0]) == training_speed.COLUMNS
     names = ["plain, float32", "ours, eager, float32"]

@@ -20,7 +20,7 @@ from knnlm.errors import DatastoreError, KnnlmWarning, ParameterError
 from knnlm.ingest.build import build
 from knnlm.lm.windows import WindowShape
 from knnlm.memories.decoder import load_card
-from knnlm.training import decoder, decoder_trainer
+from knnlm.training import adapt, decoder, decoder_trainer
 from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder_pass import DecoderPass
 from knnlm.training.decoder_trainer import DecoderConfig, DecoderTrainer
@@ -170,7 +170,7 @@ def test_packing_is_automatic_on_a_gpu_only_and_no_reason_to_train_again(store, 
     assert not DecoderConfig(packed=False).resolve(text, initial, gpu).packed
     assert DecoderConfig(packed=True).resolve(text, initial, cpu).packed
     # Nothing is compiled on a CPU, nor for a short text unless it is asked for.
-    long = TokenStream(np.zeros(2_000_000, np.int8), np.array([0, 2_000_000]))
+    long = TokenStream(np.zeros(3_000_000, np.int8), np.array([0, 3_000_000]))
     for given, right in ((None, True), (False, False), (True, True)):
         assert DecoderConfig(compile=given).resolve(long, initial, gpu).compile is right
         assert not DecoderConfig(compile=given).resolve(long, initial, cpu).compile
@@ -459,5 +459,9 @@ def test_loss_curve_is_cut_where_the_training_goes_back(tmp_path):
     assert curve.pending == 0
 
 
-def test_number_of_divergences_is_bounded():
-    assert 1 <= decoder_trainer._MAX_DIVERGENCES <= 5
+def test_documentation_has_the_numbers_of_the_code():
+    page = " ".join((Path(__file__).parents[2] / "docs" / "guides" / "adapting.md").read_text().split())
+    assert f"at least {decoder_trainer._MIN_TOKENS_TO_COMPILE // 10**6} million tokens" in page
+    assert decoder_trainer._MAX_DIVERGENCES == 3
+    assert "at most three times" in page
+    assert f"fewer than {adapt._MIN_TOKENS_TO_SPLIT} tokens" in page

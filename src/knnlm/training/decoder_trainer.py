@@ -56,7 +56,7 @@ STEPS_PER_FLUSH = 20  # between two reads of the losses from the device
 _MIN_STEPS = 300  # if the text is long enough
 _MIN_BATCH_TOKENS, _MAX_BATCH_TOKENS = 2_048, 16_384  # of the default batch size
 _MAX_PADDED_POSITIONS = 4  # per token on a GPU, where fewer passes are worth more padding
-_MIN_TOKENS_TO_COMPILE = 4_000_000  # trained on in all; below, compilation takes longer than it saves
+_MIN_TOKENS_TO_COMPILE = 8_000_000  # trained on in all; below, compilation takes longer than it saves
 _PROBE = 128  # tokens of the pass that is timed
 _MIN_PROBES = 100  # passes of that length from which a training is announced
 _LONG = 600.0  # seconds
@@ -75,7 +75,7 @@ class DecoderConfig:
     The loss is β·KL to the targets + (1-β)·CE. A step has about `batch_tokens`, by default the number that gives 300
     steps, from 2,048 to 16,384, in at least `accumulate` forward passes. Windows have `context` tokens and advance by
     `stride`, by default the whole context. `packed` puts several windows in a row, by default on a GPU; `compile`
-    compiles the blocks, by default on a GPU for at least 4 million tokens, and changes the result by rounding only.
+    compiles the blocks, by default on a GPU for at least 8 million tokens, and changes the result by rounding only.
     """
 
     beta: float = 0.0
