@@ -33,6 +33,7 @@ WITHIN = {
     ("benchmark", "demo"),
     ("plan", "benchmark"),
     ("plan", "demo"),
+    ("cluster", "server"),
 }
 # Methods that forward to a higher package, and import it when they are called: (file, package).
 UPWARD = {
@@ -59,13 +60,13 @@ ORDER = {
     "training": "initial_model prune trainer data metric_learning output_matrix teacher "
     "packed_attention head_loss decoder_pass lora decoder_trainer selection selecting_trainer decoder adapt",
     "maintenance": "export import_ merge verify repair",
-    "cluster": "connection build_places build_worker build_record build search_actor search",
+    "cluster": "connection build_places build_worker build_record build search_actor search replicas",
     "integrations": "lm_eval",
     "plan": "constants sizes cost tail layout model text plot system measure_gpu measure",
     "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "
     "studies.output studies.selection studies.store studies.votes studies.compression report",
     "server": "limits schemas documents engine.requests engine.batching engine.predict engine.history engine.sequence "
-    "engine.scheduler engine.translator metrics responses auth service translation routes app run",
+    "engine.scheduler engine.translator metrics responses auth service translation routes app replica endpoint run",
     "cli": "output options make use train maintain serve chat start plan app",
 }
 # Functions that forward to a later module of their package, and import it when they are called.

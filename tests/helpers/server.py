@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,9 @@ from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.auth import ApiKeys
+from knnlm.server.endpoint import Endpoint, RemoteReplica
 from knnlm.server.limits import Limits
-from knnlm.server.run import Server, bind, make_server, server_url
+from knnlm.server.run import Server, bind, make_endpoint_server, make_server, server_url
 from knnlm.server.service import REFRESH_SECONDS, Service
 from knnlm.server.translation import make_service
 
@@ -30,7 +31,7 @@ from knnlm.server.translation import make_service
 class Running:
     """A running server and its address."""
 
-    service: Service
+    service: Service | None  # None: several, in replicas
     url: str
     port: int
     server: Server
@@ -83,6 +84,25 @@ def serving(
     assert service.scheduler.ready.wait(30)
     try:
         yield Running(service, server_url(taken), taken.getsockname()[1], server)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def serving_endpoint(
+    replicas: Sequence[RemoteReplica], limits: Limits | None = None, keys: ApiKeys | None = None
+) -> Iterator[Running]:
+    """Serve replicas behind one endpoint within the context."""
+    endpoint = Endpoint(replicas, limits or Limits())
+    taken, begun = bind("127.0.0.1", 0, keys=keys or ApiKeys()), threading.Event()
+    server = make_endpoint_server(endpoint, taken, keys=keys, ready=begun.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
+    thread.start()
+    assert begun.wait(30)
+    try:
+        yield Running(None, server_url(taken), taken.getsockname()[1], server)
     finally:
         server.should_exit = True
         thread.join(30)

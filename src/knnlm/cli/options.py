@@ -15,9 +15,10 @@ import typer
 from knnlm.errors import ParameterError
 
 if TYPE_CHECKING:
+    from knnlm.cluster.search import RemoteSearchOptions
     from knnlm.corpus import DocumentReader
     from knnlm.mixture.mixture import Mixture
-    from knnlm.mixture.spec import IndexOpener
+    from knnlm.mixture.spec import IndexOpener, MixtureOptions
 
 # Help panels, in the order in which `knnlm --help` lists them.
 START = "Start here"
@@ -195,23 +196,24 @@ class MixtureFlags:
         open_index: IndexOpener | None = None,
     ) -> Mixture:
         """Open the mixture of a store with these options."""
-        return open_mixture(
-            store,
-            model,
-            machine,
-            domain_check=domain_check,
-            open_index=open_index,
-            memories=self.memories,
-            k=self.k,
-            knn_temperature=self.knn_temperature,
-            lmbda=self.lmbda,
-            metric=self.metric,
-            skip_fraction=self.skip_fraction,
-            online=not self.no_online,
-            rerank=not self.no_rerank,
-            key_dtype=self.key_dtype,
-            subset=self.subset,
-        )
+        settings = self.settings(domain_check=domain_check)
+        return open_mixture(store, model, machine, open_index=open_index, **settings)
+
+    def settings(self, *, domain_check: bool) -> dict[str, Any]:
+        """Return the arguments of `mixture_arguments`."""
+        return {
+            "domain_check": domain_check,
+            "memories": self.memories,
+            "k": self.k,
+            "knn_temperature": self.knn_temperature,
+            "lmbda": self.lmbda,
+            "metric": self.metric,
+            "skip_fraction": self.skip_fraction,
+            "online": not self.no_online,
+            "rerank": not self.no_rerank,
+            "key_dtype": self.key_dtype,
+            "subset": self.subset,
+        }
 
 
 @dataclass(frozen=True)
@@ -242,22 +244,32 @@ class RaySearchFlags:
     def opener(self) -> Iterator[IndexOpener | None]:
         """Connect to Ray and yield the function that opens indexes there; None without --ray."""
         if self.ray is None:
-            for field in fields(self):
-                if getattr(self, field.name) != field.default:
-                    raise ParameterError(f"--{field.name.replace('_', '-')} is for --ray only.")
+            for name in self.changed:
+                raise ParameterError(f"--{name.replace('_', '-')} is for --ray only.")
             yield None
             return
-        from knnlm.cluster.search import RemoteSearchOptions, remote_search
+        from knnlm.cluster.search import remote_search
 
-        options = RemoteSearchOptions(
+        with remote_search(self.ray, self.search_options()) as shards:
+            yield shards.open_index
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of the options that were given, except --ray."""
+        own = [field for field in fields(self) if field.name != "ray"]
+        return [field.name for field in own if getattr(self, field.name) != field.default]
+
+    def search_options(self) -> RemoteSearchOptions:
+        """Return how shards are searched on Ray."""
+        from knnlm.cluster.search import RemoteSearchOptions
+
+        return RemoteSearchOptions(
             workers=self.shard_workers,
             replicas=self.shard_replicas,
             timeout=self.search_timeout,
             allow_missing=self.allow_missing_shards,
             gpus=self.shard_gpus,
         )
-        with remote_search(self.ray, options) as shards:
-            yield shards.open_index
 
 
 @dataclass(frozen=True)
@@ -347,14 +359,22 @@ def open_mixture(store: Path, model: str | None, machine: MachineFlags, **settin
     """Open a mixture with a spinner, and without the log messages of the libraries below."""
     from knnlm.cli.output import quiet, waiting
     from knnlm.mixture.mixture import Mixture
+
+    quiet()
+    with waiting(f"opening {store}"):
+        options, others = mixture_arguments(model, machine, **settings)
+        return Mixture.open(store, options=options, **others)
+
+
+def mixture_arguments(
+    model: str | None, machine: MachineFlags, **settings: Any
+) -> tuple[MixtureOptions, dict[str, Any]]:
+    """Return the options of a mixture, and the other arguments with which it is opened."""
     from knnlm.mixture.spec import MixtureOptions
 
     names = {field.name for field in fields(MixtureOptions)} & settings.keys()
     options = {name: settings.pop(name) for name in names}
-    quiet()
-    with waiting(f"opening {store}"):
-        own = MixtureOptions(model=model, device=machine.device, dtype=machine.dtype, **options)
-        return Mixture.open(store, options=own, **settings)
+    return MixtureOptions(model=model, device=machine.device, dtype=machine.dtype, **options), settings
 
 
 def with_ray_address(arguments: Sequence[str]) -> list[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,11 +23,15 @@ from knnlm.cli.options import (
     Store,
     StoreModel,
     command,
+    mixture_arguments,
 )
-from knnlm.cli.output import err, print_json
-from knnlm.errors import MissingExtra
+from knnlm.cli.output import err, print_json, waiting
+from knnlm.errors import MissingExtra, ParameterError
 
 if TYPE_CHECKING:
+    from knnlm.cluster.replicas import ReplicaSettings
+    from knnlm.mixture.spec import MixtureOptions
+    from knnlm.server.endpoint import Endpoint
     from knnlm.server.limits import Limits
 
 
@@ -64,6 +71,14 @@ def serve(
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
     remote: RaySearchFlags = RaySearchFlags(),
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --ray: engines on Ray Serve behind one address, each with a model of its own.",
+            show_default="one engine in this process",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the address as one JSON object.")] = False,
 ) -> None:
     """knnlm serve docs.store --port 8000
@@ -77,17 +92,47 @@ def serve(
     from knnlm.server.translation import make_service
 
     keys = ApiKeys.read(api_key_file, admin_key_file)
+    if replicas is not None and remote.ray is None:
+        raise ParameterError("--replicas is for --ray only.")
     bound = run.bind(host, port, keys=keys)
+    name = name or store.resolve().name
+    address = {"store": str(store), "model": name, "url": run.server_url(bound)}
+    ready = partial(_announce, address, json=json)
+    if replicas is not None:
+        options, others = mixture_arguments(model, machine, **mixture.settings(domain_check=not no_domain_check))
+        settings = _replica_settings(store, name, _limits(limits), options, others, remote)
+        with _endpoint(settings, replicas, str(remote.ray)) as endpoint, suppress(KeyboardInterrupt):
+            run.serve_endpoint(endpoint, bound, keys=keys, ready=ready)
+        return
     with remote.opener() as open_index:
         opened = mixture.open(store, model, machine, domain_check=not no_domain_check, open_index=open_index)
-        name = name or store.resolve().name
         service = make_service(opened, name=name, limits=_limits(limits), refresh=refresh)
-
-        def ready() -> None:
-            _announce({"store": str(store), "model": service.name, "url": run.server_url(bound)}, json=json)
-
         with suppress(KeyboardInterrupt):  # the usual way to stop the server
             run.serve(service, bound, keys=keys, ready=ready)
+
+
+def _replica_settings(
+    store: Path, name: str, limits: Limits, options: MixtureOptions, others: dict[str, Any], remote: RaySearchFlags
+) -> ReplicaSettings:
+    from knnlm.cluster.replicas import ReplicaSettings
+    from knnlm.datastore.manifest import is_sharded
+
+    # Each replica searches the keys of an ordinary store itself, unless options ask for processes that do.
+    search = remote.search_options() if remote.changed or is_sharded(store) else None
+    path = str(store.resolve())
+    return ReplicaSettings(path, name, limits, options, others, search=search, started=int(time.time()))
+
+
+@contextmanager
+def _endpoint(settings: ReplicaSettings, count: int, address: str) -> Iterator[Endpoint]:
+    """Start replicas on Ray and yield their endpoint."""
+    from knnlm.cluster.replicas import served_replicas
+    from knnlm.server.endpoint import Endpoint
+
+    with ExitStack() as stack:
+        with waiting(f"starting {count} replicas"):
+            replicas = stack.enter_context(served_replicas(settings, count, address=address))
+        yield Endpoint(replicas, settings.limits)
 
 
 def _limits(flags: LimitFlags) -> Limits:

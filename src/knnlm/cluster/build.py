@@ -109,7 +109,7 @@ def build_on_ray(
     with writer_lock(out / SHARDS_FOLDER, create=True):
         try:
             with connected(address) as ray:
-                plan = plan_workers(_nodes(ray), str(job.model_options.get("device", "auto")), workers, cores)
+                plan = plan_workers(node_resources(ray), str(job.model_options.get("device", "auto")), workers, cores)
                 record = _run(ray, job, plan, shards=shards, progress=progress)
         except BaseException:
             _remove_unused(out, created=created)
@@ -140,7 +140,12 @@ def _check_options(options: Mapping[str, Any], metric: str, **counts: int | None
 
 
 def plan_workers(
-    nodes: Sequence[Mapping[str, float]], device: str, workers: int | None, cores: int | None
+    nodes: Sequence[Mapping[str, float]],
+    device: str,
+    workers: int | None,
+    cores: int | None,
+    *,
+    what: str = "workers",
 ) -> WorkerPlan:
     """Return the workers for machines with these resources: each has a GPU where there are some, else its cores."""
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
@@ -149,7 +154,7 @@ def plan_workers(
     if device == "cuda" or (device == "auto" and gpus):
         count = gpus if workers is None else workers
         if not gpus or count > gpus:
-            raise ClusterError(f"The cluster has {gpus} GPUs, which are too few for {max(1, count)} workers.")
+            raise ClusterError(f"The cluster has {gpus} GPUs, which are too few for {max(1, count)} {what}.")
         share = min(int(node.get("CPU", 0)) // int(node["GPU"]) for node in nodes if int(node.get("GPU", 0)))
         if cores is not None and cores > share and workers is None:
             raise ClusterError(f"The cluster has {share} cores for each GPU, which are less than {cores} for a worker.")
@@ -160,11 +165,12 @@ def plan_workers(
     fitting = (share for share in shares if sum(have // share for have in found) >= count)
     if (share := next(fitting, 0)) == 0:
         each = "" if cores is None else f" with {cores} cores each"
-        raise ClusterError(f"The cluster has {sum(found)} cores, which are too few for {count} workers{each}.")
+        raise ClusterError(f"The cluster has {sum(found)} cores, which are too few for {count} {what}{each}.")
     return WorkerPlan(count, share, 0, "cpu" if device == "auto" else device)
 
 
-def _nodes(ray: Any) -> list[Mapping[str, float]]:
+def node_resources(ray: Any) -> list[Mapping[str, float]]:
+    """Return the resources of each machine of a cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 

@@ -45,6 +45,13 @@ def import_ray() -> Any:
     return ray
 
 
+class Presence:
+    """An actor that ends with the program that has started it, which tells others that the program has ended."""
+
+    def ping(self) -> None:
+        """Return nothing."""
+
+
 @contextmanager
 def connected(
     address: str = LOCAL, *, cores: float | None = None, object_store_bytes: int = _OBJECT_STORE_BYTES

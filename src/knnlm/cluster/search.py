@@ -77,12 +77,17 @@ class _Replica:
 
 
 class RemoteShards:
-    """Groups of actors that hold the shards of stores: shard n of each store is in group n, modulo their number."""
+    """Groups of actors that hold the shards of stores: shard n of each store is in group n, modulo their number.
 
-    def __init__(self, ray: Any, options: RemoteSearchOptions) -> None:
+    `actors` are those of another process, with which they are shared: see `start`. Then they are not ended here, and
+    close states of shards by themselves.
+    """
+
+    def __init__(self, ray: Any, options: RemoteSearchOptions, actors: Sequence[Sequence[Any]] | None = None) -> None:
         self.ray, self.options = ray, options
+        self._shared = actors is not None
         self.status = RemoteStatus()
-        self._groups: list[list[_Replica]] = []
+        self._groups = [[_Replica(actor) for actor in group] for group in actors or ()]
         self._turns: Counter[int] = Counter()  # of each group
         self._down: dict[ShardState, Any] = {}  # shards that have not answered in time, and the call that opens them
         self._lock = threading.Lock()
@@ -104,7 +109,7 @@ class RemoteShards:
         store.pinned = True
         shards = store.shards or [store]
         self.status.shards = len(shards)
-        groups = min(len(shards), self.options.workers or len(shards))
+        groups = self.groups(len(shards))
         self._start(groups)
         own = SearchSettings(metric, rerank, key_dtype, store.trust_index, torch.get_num_threads())
         firsts = np.cumsum([0, *(shard.key_count for shard in shards[:-1])]).tolist()
@@ -152,7 +157,9 @@ class RemoteShards:
             self._in_flight.release()
 
     def close(self) -> None:
-        """End the actors."""
+        """End the actors that were started here."""
+        if self._shared:
+            return
         for replica in (replica for group in self._groups for replica in group):
             self.ray.kill(replica.actor)
         self._groups.clear()
@@ -160,6 +167,15 @@ class RemoteShards:
     def pids(self) -> list[list[int]]:
         """Return the process ids of the actors of each group."""
         return [[self.ray.get(replica.actor.ping.remote()) for replica in group] for group in self._groups]
+
+    def groups(self, shards: int) -> int:
+        """Return the number of groups that hold so many shards."""
+        return min(shards, self.options.workers or shards)
+
+    def start(self, shards: int) -> list[list[Any]]:
+        """Start actors for so many shards, and return them: all groups, for other processes."""
+        self._start(self.groups(shards))
+        return [[replica.actor for replica in group] for group in self._groups]
 
     def _start(self, count: int) -> None:
         """Start actors until there are so many groups."""
@@ -250,7 +266,7 @@ class RemoteShards:
                 self._used[group, state] -= 1
                 if not self._used[group, state]:
                     del self._used[group, state]
-                    for replica in self._groups[group]:
+                    for replica in () if self._shared else self._groups[group]:
                         replica.actor.release.remote(state)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -40,6 +40,12 @@ _MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+APP_OPTIONS: dict[str, Any] = {
+    "docs_url": None,
+    "redoc_url": None,
+    "redirect_slashes": False,
+    "default_response_class": JsonResponse,
+}
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -51,6 +57,15 @@ _PAGE_HEADERS = {
 
 def make_app(service: Service, keys: ApiKeys | None = None) -> FastAPI:
     """Build the application that serves a service."""
+    app = make_service_app(service)
+    app.add_middleware(
+        RequestGuard, keys=keys or ApiKeys(), body_bytes=service.limits.body_bytes, metrics=service.metrics
+    )
+    return app
+
+
+def make_service_app(service: Service) -> FastAPI:
+    """Build the application of a service without the checks of requests, which `RequestGuard` does."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -60,22 +75,11 @@ def make_app(service: Service, keys: ApiKeys | None = None) -> FastAPI:
         finally:
             await run_in_threadpool(service.stop)
 
-    app = FastAPI(
-        title="knnlm",
-        version="1",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        default_response_class=JsonResponse,
-    )
-    _add_error_handlers(app, service)
+    app = FastAPI(title="knnlm", version="1", lifespan=lifespan, **APP_OPTIONS)
+    add_error_handlers(app, service.retry_after)
     add_routes(app, service)
-    _add_page(app)
+    add_page(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    app.add_middleware(
-        RequestGuard, keys=keys or ApiKeys(), body_bytes=service.limits.body_bytes, metrics=service.metrics
-    )
     return app
 
 
@@ -92,7 +96,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _add_error_handlers(app: FastAPI, service: Service) -> None:
+def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
+    """Turn errors into responses in OpenAI's format; `retry_after` returns seconds for a client that is to wait."""
+
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JsonResponse:
         first = error.errors()[0]
@@ -112,7 +118,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         if isinstance(error, RequestFailed):
             return _error(error.status, str(error))
         status, code = next(_STATUS_CODES[kind] for kind in type(error).__mro__ if kind in _STATUS_CODES)
-        headers = {"Retry-After": str(service.retry_after())} if status == 429 else None
+        headers = {"Retry-After": str(retry_after())} if status == 429 else None
         message = f"{error} Try again later." if status == 429 else str(error)
         return _error(status, message, param=getattr(error, "param", None), code=code, headers=headers)
 
@@ -133,7 +139,7 @@ def _validation_message(kind: str, path: list[str], message: str) -> str:
     return "unknown field." if kind == "extra_forbidden" else message
 
 
-def _add_page(app: FastAPI) -> None:
+def add_page(app: FastAPI) -> None:
     """Serve the static files, which are read once: no path of a request is opened."""
     static = _read_static()
 

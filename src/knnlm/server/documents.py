@@ -42,6 +42,12 @@ class DocumentService:
         """Close the store."""
         self._store.close()
 
+    @property
+    def generation(self) -> int:
+        """The number of changes of the store, as this process sees it now."""
+        with self._lock:
+            return self._current().generation
+
     def list(self, *, query: str = "", offset: int = 0, limit: int = 50) -> dict[str, Any]:
         """Return a page of the documents whose id, source or source text contains the query, and their total number."""
         with self._lock:

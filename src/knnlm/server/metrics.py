@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from knnlm.index.base import RemoteStatus, remote_status
@@ -63,12 +64,34 @@ def _remote_statuses(scheduler: Scheduler) -> list[RemoteStatus]:
     return found[:1]
 
 
-class Metrics:
-    """The metrics of one server."""
+@dataclass(frozen=True)
+class MetricValues:
+    """A metric as data, for another process."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    name: str
+    description: str
+    kind: str
+    values: tuple[tuple[str, dict[str, str], float], ...]  # name, labels and value of each sample
+
+
+def merged_metrics(replicas: Iterable[tuple[str, Iterable[MetricValues]]]) -> Iterator[Metric]:
+    """Yield the metrics of several replicas; each value has the label `replica`."""
+    merged: dict[str, Metric] = {}
+    for replica, metrics in replicas:
+        for metric in metrics:
+            one = merged.setdefault(metric.name, Metric(metric.name, metric.description, metric.kind))
+            for name, labels, value in metric.values:
+                one.add_sample(name, {**labels, "replica": replica}, value)
+    yield from merged.values()
+
+
+class Metrics:
+    """The metrics of one server; without a scheduler, those of requests only."""
+
+    def __init__(self, scheduler: Scheduler | None = None) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_SchedulerCollector(scheduler))
+        if scheduler is not None:
+            self.registry.register(_SchedulerCollector(scheduler))
         self.requests = Counter(
             "knnlm_requests", "Requests by route and status.", ["route", "status"], registry=self.registry
         )
@@ -80,6 +103,26 @@ class Metrics:
             registry=self.registry,
         )
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' format."""
-        return generate_latest(self.registry)
+    def text(self, others: Iterable[Metric] = ()) -> bytes:
+        """Return all metrics in Prometheus' format, and others after them."""
+        return generate_latest(self.registry) + generate_latest(_Given(list(others)))
+
+    def values(self) -> list[MetricValues]:
+        """Return all metrics that have values as data."""
+        return [
+            MetricValues(metric.name, metric.documentation, metric.type, tuple(sample[:3] for sample in metric.samples))
+            for metric in self.registry.collect()
+            if metric.samples
+        ]
+
+
+class _Given(CollectorRegistry):
+    """A registry of metrics with their values."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        yield from self._metrics

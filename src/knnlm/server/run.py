@@ -14,11 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from knnlm.errors import ParameterError
 from knnlm.server.app import make_app
 from knnlm.server.auth import ApiKeys, check_host
+from knnlm.server.endpoint import Endpoint, make_endpoint_app
 from knnlm.server.responses import error_body
 from knnlm.server.service import Service
 
@@ -154,16 +156,37 @@ def serve(
     make_server(service, bound, keys=keys, ready=ready).run(sockets=[bound])
 
 
+def serve_endpoint(
+    endpoint: Endpoint, bound: socket.socket, *, keys: ApiKeys | None = None, ready: Callable[[], None] = lambda: None
+) -> None:
+    """Serve replicas until a signal; `ready` is called when the server listens."""
+    make_endpoint_server(endpoint, bound, keys=keys, ready=ready).run(sockets=[bound])
+
+
+def make_endpoint_server(
+    endpoint: Endpoint, bound: socket.socket, *, keys: ApiKeys | None = None, ready: Callable[[], None] = lambda: None
+) -> Server:
+    """Build a server of replicas that is not started."""
+    connections = endpoint.count * (endpoint.limits.slots + endpoint.limits.queue)
+    return make_app_server(make_endpoint_app(endpoint, keys), bound, connections=connections, ready=ready)
+
+
 def make_server(
     service: Service, bound: socket.socket, *, keys: ApiKeys | None = None, ready: Callable[[], None] = lambda: None
 ) -> Server:
-    """Build a server that is not started."""
+    """Build a server of a service that is not started."""
+    connections = service.limits.slots + service.limits.queue
+    return make_app_server(make_app(service, keys), bound, connections=connections, ready=ready)
+
+
+def make_app_server(app: FastAPI, bound: socket.socket, *, connections: int, ready: Callable[[], None]) -> Server:
+    """Build a server of an application for so many running and waiting requests that is not started."""
 
     class Limited(LimitedHttpProtocol):
-        max_connections = service.limits.slots + service.limits.queue + _SPARE_CONNECTIONS
+        max_connections = connections + _SPARE_CONNECTIONS
 
     config = uvicorn.Config(
-        make_app(service, keys),
+        app,
         http=Limited,
         log_level="warning",
         access_log=False,

@@ -34,7 +34,7 @@ class TraceEntry:
     """The tokens of one text with the log-probabilities of all components."""
 
     overrides: MemoryOverrides
-    id: str = field(default_factory=lambda: f"trace-{secrets.token_hex(12)}")
+    id: str
     tokens: list[ScoredToken] = field(default_factory=list)
     neighbours: list[KeptNeighbours | None] = field(default_factory=list)  # of the tokens
     bytes: int = 0
@@ -46,6 +46,7 @@ class TraceCache:
 
     def __init__(self, *, max_bytes: int = _MAX_BYTES, max_traces: int = _MAX_TRACES) -> None:
         self.max_bytes, self.max_traces = max_bytes, max_traces
+        self.prefix = "trace-"  # of the ids of new traces
         self.bytes = 0
         self._traces: OrderedDict[str, TraceEntry] = OrderedDict()
         self._lock = Lock()
@@ -55,7 +56,7 @@ class TraceCache:
 
     def begin(self, overrides: MemoryOverrides) -> TraceEntry:
         """Return a new, empty trace."""
-        trace = TraceEntry(overrides)
+        trace = TraceEntry(overrides, self.prefix + secrets.token_hex(12))
         with self._lock:
             self._traces[trace.id] = trace
             self._evict()
