@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 import warnings
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -46,6 +47,7 @@ _HEALTH_SECONDS = 1.0  # between two checks by Serve
 _HANG_SECONDS = 30.0  # after which a process that does not answer is restarted
 _STOP_SECONDS = 5.0  # for a replica; its requests have ended then
 _ARRIVAL_SECONDS = 10.0  # of a request at its replica
+_FAILURE_SECONDS = 10.0  # for the command to learn why a replica cannot be opened, before it is restarted
 _MAX_REQUESTS = 1 << 20  # of a replica at a time according to Serve; the limits of the service are below
 _SEARCH_CORES = 0.5  # of each replica that are left to the processes with shards
 _FAILED = ("DEPLOY_FAILED", "DELETING", "NOT_STARTED")
@@ -207,7 +209,7 @@ class ReplicaServer:
             )
             self._replica.service.start()
         except KnnlmError as error:
-            self._failure = Failure.of(error)
+            self._failure, self._failed = Failure.of(error), time.monotonic()
         self._watching = asyncio.ensure_future(_watch_owner(owner))
 
     async def report(self) -> Failure | None:
@@ -238,13 +240,15 @@ class ReplicaServer:
 
     async def check_health(self) -> None:
         """Raise if the process is to be restarted."""
+        if self._failure is not None and time.monotonic() < self._failed + _FAILURE_SECONDS:
+            return  # the command asks for the reason
         if self._opened.service.failed:
             raise ClusterError("The scheduler has stopped with an error.")
 
     @property
     def _opened(self) -> Replica:
         if self._replica is None:
-            raise ClusterError("The replica has not opened its store.")
+            raise ClusterError(f"The replica has not opened its store: {self._failure and self._failure.message}")
         return self._replica
 
     async def __del__(self) -> None:
@@ -370,11 +374,11 @@ class ServedReplica:
 
     @contextmanager
     def _lost(self) -> Iterator[None]:
-        """Raise ReplicaLost in place of Ray's errors, except for those of the replica's own code."""
+        """Raise ReplicaLost in place of Ray's errors, and ClusterError in place of those of the replica's own code."""
         try:
             yield
-        except self._ray.exceptions.RayTaskError:
-            raise
+        except self._ray.exceptions.RayTaskError as error:
+            raise ClusterError(f"Replica {self.number} of the server failed. See its log in Ray's folder.") from error
         except (self._ray.exceptions.RayError, self._serve_error, asyncio.TimeoutError) as error:
             self._losses += 1
             for arrival in self._arriving:
