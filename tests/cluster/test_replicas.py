@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from helpers.cli import failure
 from helpers.server import serving, serving_endpoint
 from helpers.stores import documents
 from knnlm.cluster.replicas import ReplicaSettings, _plan, served_replicas
@@ -26,7 +27,6 @@ from knnlm.ingest.build import build, build_shard
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.server.auth import ApiKeys
-from knnlm.server.limits import Limits
 
 ADMIN = "admin-key-1234"
 NEW = "Anna asked the librarian where the zebra of 1998 was, and the librarian said that the zebra sleeps."
@@ -153,7 +153,7 @@ def check_own_state(client):
 def test_replicas_answer_like_one_server_and_see_every_change(path, lm, model_folder):
     """One test, as starting replicas takes most of its time."""
     options = MixtureOptions(model=str(model_folder))
-    settings = ReplicaSettings(str(path), "docs", Limits(), options, {"use_tuned": False, **OPTIONS})
+    settings = ReplicaSettings(str(path), "docs", options, {"use_tuned": False, **OPTIONS})
     with served_replicas(settings, 2) as replicas:
         with serving_endpoint(replicas, keys=ApiKeys((), (ADMIN.encode(),))) as made, made.client(ADMIN) as client:
             check_completions(client, path, lm)
@@ -192,8 +192,10 @@ def test_command_serves_while_a_killed_replica_returns_with_all_changes(path, mo
     assert not replica_processes()
 
 
-def test_packages_and_cores_that_are_missing_are_named(monkeypatch, path):
-    settings = ReplicaSettings(str(path), "docs", Limits(), MixtureOptions(), {})
+def test_options_packages_and_cores_that_are_missing_are_named(monkeypatch, capfd, path):
+    assert "--replicas is for --ray only" in failure(capfd, "serve", path, "--replicas", "2", "--port", "0")
+    assert "--replicas" in failure(capfd, "serve", path, "--ray", "--replicas", "0")
+    settings = ReplicaSettings(str(path), "docs", MixtureOptions(), {})
     ray = SimpleNamespace(
         nodes=lambda: [{"Resources": {"CPU": 4.0}, "Alive": True}], available_resources=lambda: {"CPU": 1.0}
     )

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,7 +100,9 @@ def serve(
     ready = partial(_announce, address, json=json)
     if replicas is not None:
         options, others = mixture_arguments(model, machine, **mixture.settings(domain_check=not no_domain_check))
-        settings = _replica_settings(store, name, _limits(limits), options, others, remote)
+        settings = replace(
+            _replica_settings(store, name, options, others, remote), limits=_limits(limits), refresh=refresh
+        )
         with _endpoint(settings, replicas, str(remote.ray)) as endpoint, suppress(KeyboardInterrupt):
             run.serve_endpoint(endpoint, bound, keys=keys, ready=ready)
         return
@@ -112,15 +114,16 @@ def serve(
 
 
 def _replica_settings(
-    store: Path, name: str, limits: Limits, options: MixtureOptions, others: dict[str, Any], remote: RaySearchFlags
+    store: Path, name: str, options: MixtureOptions, others: dict[str, Any], remote: RaySearchFlags
 ) -> ReplicaSettings:
+    """Return what every replica serves, with the usual limits."""
     from knnlm.cluster.replicas import ReplicaSettings
     from knnlm.datastore.manifest import is_sharded
 
     # Each replica searches the keys of an ordinary store itself, unless options ask for processes that do.
     search = remote.search_options() if remote.changed or is_sharded(store) else None
     path = str(store.resolve())
-    return ReplicaSettings(path, name, limits, options, others, search=search, started=int(time.time()))
+    return ReplicaSettings(path, name, options, others, search=search, started=int(time.time()))
 
 
 @contextmanager

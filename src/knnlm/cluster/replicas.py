@@ -39,6 +39,7 @@ from knnlm.server.endpoint import ReplicaLost
 from knnlm.server.limits import Limits
 from knnlm.server.metrics import MetricValues
 from knnlm.server.replica import ForwardedRequest, Replica, ResponseHead
+from knnlm.server.service import REFRESH_SECONDS
 from knnlm.server.translation import make_service
 
 _POLL_SECONDS = 2.0  # between two looks at replicas that have not started
@@ -59,9 +60,10 @@ class ReplicaSettings:
 
     store: str
     name: str  # of the model in the API
-    limits: Limits
     options: MixtureOptions
     mixture: Mapping[str, Any]  # other arguments of `Mixture.open`
+    limits: Limits = field(default_factory=Limits)  # of each replica
+    refresh: float = REFRESH_SECONDS  # between two looks for changed shards at URLs
     search: RemoteSearchOptions | None = None  # of shards in other processes; None: in each replica
     threads: int = 1
     started: int = 0  # seconds since 1970
@@ -271,7 +273,7 @@ def _open_replica(settings: ReplicaSettings, number: int, actors: Sequence[Seque
     if settings.search is not None:
         options = replace(options, open_index=RemoteShards(import_ray(), settings.search, actors).open_index)
     mixture = Mixture.open(settings.store, options=options, **settings.mixture)
-    service = make_service(mixture, name=settings.name, limits=settings.limits)
+    service = make_service(mixture, name=settings.name, limits=settings.limits, refresh=settings.refresh)
     service.started = settings.started
     return Replica(service, number)
 
