@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import socket
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -157,6 +159,18 @@ def test_interrupted_training_ends_with_the_same_adapters_and_rates_can_be_selec
         assert all(torch.equal(one[name], other[name]) for name in one)
     losses = [trial["loss"] for trial in card.selection["trials"]]
     assert min(losses) < losses[0]
+
+
+def test_adapters_are_saved_without_a_connection(tmp_path, monkeypatch):
+    def connect(*_):
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Adapters(tiny("llama"), rank=2, seed=0).save(tmp_path / ADAPTER, "owner/name-on-a-hub")
+    assert (tmp_path / ADAPTER / "adapter_config.json").is_file()
 
 
 def test_half_precision_keeps_the_weights_that_are_not_trained(initial, texts, tmp_path):

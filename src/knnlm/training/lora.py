@@ -60,7 +60,11 @@ class Adapters:
         config = self._tuner.peft_config[_NAME]
         config.base_model_name_or_path, config.task_type, config.inference_mode = base_model, "CAUSAL_LM", True
         config.save_pretrained(str(folder))
-        tensors: dict[str, Any] = get_peft_model_state_dict(self._tuner, adapter_name=_NAME)
+        tensors: dict[str, Any] = get_peft_model_state_dict(
+            self._tuner,
+            adapter_name=_NAME,
+            save_embedding_layers=False,  # "auto" would ask the hub for the base model
+        )
         named = {f"base_model.model.{name.removeprefix('model.')}": value for name, value in tensors.items()}
         save_file(
             {name: value.contiguous().cpu() for name, value in named.items()}, folder / "adapter_model.safetensors"
