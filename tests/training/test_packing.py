@@ -16,6 +16,7 @@ from knnlm.lm.windows import WindowShape
 from knnlm.training import decoder_pass, packed_attention
 from knnlm.training.data import TokenStream, TrainingBatches, count_targets, pack_rows
 from knnlm.training.decoder_pass import DecoderPass, split_rows
+from knnlm.training.head_loss import head_loss
 from knnlm.training.packed_attention import (
     MASK,
     VARLEN,
@@ -255,3 +256,25 @@ def test_torch_traces_the_kernel_with_these_arguments():
         starts = torch.empty(3, dtype=torch.int32)
         output = flash_varlen(q, k, v, starts, 16, 0.3, 4)
         assert output.shape == q.shape
+
+
+def test_passes_read_nothing_back_from_the_device(monkeypatch):
+    """On fake tensors, which have no values: whatever the host waits for would raise an error."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if packed_attention.varlen_attn is None:
+        return
+    monkeypatch.setattr(packed_attention, "reference_varlen", flash_varlen)
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = hf.LlamaConfig(vocab_size=320, intermediate_size=80, **shape)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        ids, targets = torch.empty(2, 64, dtype=torch.long), torch.empty(128, dtype=torch.long)
+        starts, longest = torch.empty(256, dtype=torch.int32), 128
+        packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        with attention_of(model, VARLEN):
+            hidden = model.base_model(input_ids=ids, position_ids=torch.empty_like(ids), use_cache=False, **packed)[0]
+        head = model.get_output_embeddings()
+        head_loss(hidden.flatten(0, 1), head.weight, head.bias, targets, positions=100).total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert all(weight.grad.dtype == torch.bfloat16 for weight in model.parameters())
