@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -498,6 +499,47 @@ def test_killed_driver_continues_a_build_whose_shards_are_copied(start, one_mach
     store = start(Watched, workers=1, **places)
     assert built == {(2, True): 1, (3, False): 1}  # the first is done, and the second is continued
     check_copied(store, one_machine["float16"], tmp_path, where)
+
+
+def test_first_shard_that_is_lost_with_its_machine_gets_the_calibration_of_the_others(start, tmp_path):
+    """A machine of another kind would fit another codec."""
+    given = []
+
+    class Lost(BuildWorker):
+        def _read(self, part, folder, calibration):
+            if part.part.number == 1:
+                given.append(calibration)
+            super()._read(part, folder, calibration)
+            if part.part.number == 1 and len(given) == 1:
+                while not list((tmp_path / "out" / "shards").glob("0002/catalog.db")):
+                    time.sleep(0.01)
+                shutil.rmtree(folder)
+                raise SystemError("killed")
+
+    start(Lost, key_format="pca16-int8", work_folder=tmp_path / "disk")
+    first, second = given
+    assert first is None
+    assert second is not None
+    assert second.metadata["codec"] is not None
+
+
+def test_first_shard_gets_the_calibration_of_any_finished_one(start, tmp_path):
+    class Later(Dying):
+        times, after, units = 1000, 600, {3}
+
+    with pytest.raises(ClusterError):
+        start(Later, key_format="pca16-int8", workers=1)
+    shutil.rmtree(tmp_path / "out" / "shards" / "0001")
+    given = {}
+
+    class Watched(BuildWorker):
+        def _read(self, part, folder, calibration):
+            given[part.part.number] = calibration
+            super()._read(part, folder, calibration)
+
+    start(Watched, key_format="pca16-int8", workers=1)
+    assert given[1] is not None
+    assert given[1] == given[3]
 
 
 def test_urls_of_other_stores_are_not_overwritten(start, one_machine, cache, tmp_path):

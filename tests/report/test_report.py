@@ -43,7 +43,7 @@ from knnlm.evaluation.tune import (
 )
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
-from knnlm.memories.decoder import load_card
+from knnlm.memories.decoder import load_card, save_card
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.mixture.weights import Buckets
@@ -243,6 +243,16 @@ def test_training_without_selection_lists_epochs_and_an_untrained_model_is_skipp
     for second, reason in ((str(place / "initial"), "no decoder"), (None, "no decoder")):
         found = make(place, lm, model_folder, second_lm=second, **{**few, "out": tmp_path / f"no-{second is None}"})
         assert reason in found.skipped["training"]
+
+
+def test_rate_that_diverged_is_left_out_of_the_training_study(place, studies, lm, model_folder, tmp_path):
+    shutil.copytree(place / "second", tmp_path / "second")
+    card = load_card(place / "second")
+    trials = [*card.selection["trials"], {"learning_rate": 9.0, "epochs": 1.0, "loss": math.inf}]
+    save_card(tmp_path / "second", replace(card, selection={**card.selection, "trials": trials}))
+    few = {"studies": ["training"], "memories": "knn", "out": tmp_path / "one"}
+    (study,) = make(place, lm, model_folder, second_lm=str(tmp_path / "second"), **few).studies
+    assert study.tables[0].rows == studies["training"].tables[0].rows
 
 
 def documents_of(place, name):

@@ -184,6 +184,23 @@ def test_packing_is_automatic_on_a_gpu_only_and_no_reason_to_train_again(store, 
         fit_decoder(store, initial, tmp_path / "other", packed=True, **short)
 
 
+@pytest.mark.parametrize(
+    ("trained", "asked"),
+    [({"lora": 2}, {}), ({"select": True, "held_out": 0.2}, {"held_out": 0.2}), ({"packed": True}, {"packed": False})],
+)
+def test_decoder_with_an_option_is_not_taken_for_one_without(store, initial, tmp_path, monkeypatch, trained, asked):
+    name, short = next(iter(trained)), {**QUICK, "epochs": 1}
+    fit_decoder(store, initial, tmp_path / "out", **trained, **short)
+    with pytest.raises(DatastoreError, match=f"trained with another {name} "):
+        fit_decoder(store, initial, tmp_path / "out", **asked, **short)
+    with monkeypatch.context() as patch:
+        stopping(DecoderTrainer, patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            fit_decoder(store, initial, tmp_path / "unfinished", **trained, **short)
+    with pytest.raises(DatastoreError, match=f"trained with another {name} "):
+        fit_decoder(store, initial, tmp_path / "unfinished", **asked, **short)
+
+
 # --------------------------------------------------------------------------------------------------- half precision
 
 
@@ -199,6 +216,21 @@ def test_half_precision_has_float32_weights_beside_it(store, initial, tmp_path):
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in found.values())
     for name, tensor in weights(tmp_path / "float32").items():
         torch.testing.assert_close(found[name], tensor, rtol=0.05, atol=5e-3)
+
+
+def test_model_that_runs_only_with_autocast_is_trained_with_it():
+    model = tiny("llama")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):  # as after a buffer in float32
+            module.register_forward_pre_hook(lambda _, args: (args[0] * torch.ones(()).expand(args[0].shape[-1]),))
+    passes = DecoderPass(model, precision="bfloat16", row_length=None, longest=16)
+    assert {weight.dtype for weight in passes.model.parameters()} == {torch.float32}
+    batches = TrainingBatches(
+        TokenStream.from_documents([[5 + n % 9] * 12 for n in range(4)]),
+        WindowShape(16, 16), start_token=1, held_out=0.0, seed=0,
+    )  # fmt: skip
+    passes.losses(batches.read(batches.windows(0)), None, beta=0.0, positions=48).total.backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in passes.weights.values())
 
 
 def test_gradients_of_parts_are_summed_in_float32():
@@ -396,7 +428,8 @@ def test_killed_training_that_diverged_resumes_with_the_same_result(store, initi
         with pytest.raises(KeyboardInterrupt):
             fit_decoder(store, initial, tmp_path / "out", **options)
         patch.undo()
-        fit_decoder(store, initial, tmp_path / "out", **options)
+        card = fit_decoder(store, initial, tmp_path / "out", **options)
+    assert card.notes == load_card(tmp_path / "whole").notes != []
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
     assert equal(tmp_path / "out", tmp_path / "whole")
 

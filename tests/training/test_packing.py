@@ -86,7 +86,7 @@ def test_packed_rows_contain_the_windows_as_they_are_read_alone(sizes, context, 
                 at += size
             rest = slice(at, length)
             assert set(grids[0][number, rest].tolist()) | set(grids[1][number, rest].tolist()) <= {-1}
-            assert batch.position_ids[number, rest].tolist() == list(range(length - at))
+            assert batch.position_ids[number, rest].tolist() == [n % batches.longest for n in range(length - at)]
         for (part_, _), own in zip(split_rows(batch, None, 1), range(len(rows) + spare), strict=True):
             assert part_.ids.tolist() == batch.ids[own : own + 1].tolist()
             assert part_.targets.tolist() == grids[0][own].tolist()
@@ -109,6 +109,16 @@ def test_rows_are_nearly_full_and_differ_between_epochs():
     assert [[row.tolist() for row in rows] for rows in batches.steps(0, 2048)] == [
         [row.tolist() for row in rows] for rows in packed_batches(sizes, context=256)[1].steps(0, 2048)
     ]
+
+
+def test_padding_has_no_longer_windows_than_the_text():
+    """A kernel that is told the length of the longest window leaves what is beyond it in a longer one undefined."""
+    _, batches = packed_batches([30] * 40, context=1024)
+    length = batches.row_length(2048)
+    assert (batches.longest, length) == (30, 1024)
+    rows = [row for step in batches.steps(0, 2048) for row in step]
+    found = boundaries(batches.read_rows(rows, length, count=len(rows) + 1).position_ids)
+    assert int(found.diff().max()) == 30
 
 
 # ------------------------------------------------------------------------------------------------------ the oracle
@@ -233,6 +243,13 @@ def test_kernel_is_called_with_the_options_of_its_version(monkeypatch, options, 
     found = flash_varlen(q, k, v, starts, 16, 0.3, window)
     torch.testing.assert_close(found, reference_varlen(q, k, v, starts, 16, 0.3, window))
     assert len(calls) == 1
+
+
+def test_kernel_whose_gradients_are_nan_is_not_right():
+    right = [torch.ones(3), torch.ones(3)]
+    change = packed_attention._largest_change([torch.ones(3), torch.full((3,), torch.nan)], right)
+    assert not change <= packed_attention._MAX_KERNEL_CHANGE
+    assert packed_attention._largest_change([torch.ones(3), 2 * torch.ones(3)], right) == 1.0
 
 
 def test_reference_is_softmax_attention_within_windows():

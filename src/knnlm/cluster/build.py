@@ -294,14 +294,16 @@ class _Driver:
         for worker in self._workers:
             if worker.task is None and waiting and (waiting[0] == 1 or self._calibration is not None):
                 worker.unit, worker.status = waiting.pop(0), None
-                own = None if worker.unit == 1 else self._calibration
-                worker.task = worker.actor.build.remote(worker.unit, self._record.shards, self._record.text, own)
+                # Also to a first shard that was lost with its machine, after others got its calibration.
+                settings = self._record.shards, self._record.text, self._calibration
+                worker.task = worker.actor.build.remote(worker.unit, *settings)
 
     def _find_calibration(self) -> None:
-        """Read the calibration of the first shard if that is finished."""
-        if self._calibration is None and 1 in self._record.done:
-            place = self._job.places.final(1)
-            with self._job.places.catalog(1) as catalog:
+        """Read the calibration of a finished shard; all have that of the first one."""
+        if self._calibration is None and self._record.done:
+            number = min(self._record.done)
+            place = self._job.places.final(number)
+            with self._job.places.catalog(number) as catalog:
                 self._calibration = Calibration.of(catalog)
                 if self._job.fits_codec and catalog.get("codec") is None:
                     raise DatastoreError(

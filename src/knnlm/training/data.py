@@ -87,7 +87,7 @@ class TrainingBatch:
     ids: Tensor  # (B, T) input tokens
     targets: Tensor  # (N,) next tokens; -1 where the position does not count
     positions: Tensor  # (N,) positions of the targets in the token stream; -1 where they do not count
-    position_ids: Tensor | None = None  # (B, T) positions in the windows of packed rows; padding is a window of its own
+    position_ids: Tensor | None = None  # (B, T) positions in the windows of packed rows; padding has its own windows
 
     def rows(self, begin: int, end: int) -> TrainingBatch:
         """Return some of the rows."""
@@ -219,7 +219,9 @@ class TrainingBatches:
         counted = local >= np.repeat(scored, sizes)
         targets[flat[counted]] = self._tokens[sources[counted]]
         positions[flat[counted]] = sources[counted]
-        restarts = np.maximum(np.tile(np.arange(length), (len(rows), 1)) - used[:, None], 0).reshape(-1)
+        # Padding is cut like windows: attention kernels compute no more positions of one than the longest window has.
+        padding = np.maximum(np.tile(np.arange(length), (len(rows), 1)) - used[:, None], 0)
+        restarts = (padding % self.longest).reshape(-1)
         restarts[flat] = offsets
         grid = len(rows), length
         return TrainingBatch(

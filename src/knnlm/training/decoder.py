@@ -13,7 +13,7 @@ import copy
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from knnlm.training.trainer import (
 PLOT = "learning.png"
 
 _FINISHED = "finished"
-_OMITTED = ("select", "packed", "compile", "lora")  # from the settings, where they are not set
+_OPTIONAL = ("select", "packed", "lora")  # null in the settings, where they are not set
 # Settings of targets that do not depend on when they are computed.
 _TARGET_SETTINGS = ("teacher", "k", "knn_temperature", "exclude", "top", "mass")
 
@@ -87,8 +87,7 @@ def train_decoder(
     if held_out is not None and targets is not None:
         raise ParameterError("The targets are of the text alone: hold a share of it out (held_out).")
     settings = _settings(stream, initial, targets, config)
-    if held_out is not None:
-        settings["held_out_text"] = held_out.fingerprint
+    settings["held_out_text"] = None if held_out is None else held_out.fingerprint
     folder = Path(out).absolute()
     work = folder.with_name(f"{folder.name}.partial")
     if _is_finished(folder, settings, automatic) and not work.exists():
@@ -136,14 +135,15 @@ def _settings(
 ) -> dict[str, Any]:
     """Return everything the result depends on."""
     metadata = {} if targets is None else targets.metadata
-    config = replace(config, compile=None)  # changes the result by rounding only
+    options = {name: (value or None) if name in _OPTIONAL else value for name, value in asdict(config).items()}
+    del options["compile"]  # changes the result by rounding only
     return {
         "text": text.fingerprint,
         "document_boundaries": text.boundaries_fingerprint,
         "initial_model": initial.lm.identity["weights"],
         "tokenizer": initial.lm.identity["tokenizer"],
         "targets": None if targets is None else {name: metadata.get(name) for name in _TARGET_SETTINGS},
-        **{name: value for name, value in asdict(config).items() if value or name not in _OMITTED},
+        **options,
     }
 
 

@@ -47,6 +47,7 @@ class DecoderPass:
         self._longest = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
         self._head = plain_head(model)
         self._half = precision == "bfloat16"
+        self._autocasts = False
         self._copies: list[tuple[Tensor, Tensor]] = []  # the float32 weights and those that the model computes with
         self._fixed: list[tuple[Tensor, Tensor]] = []  # the same of weights that are not trained
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -148,8 +149,7 @@ class DecoderPass:
             yield
 
     def _autocast(self) -> Any:
-        is_needed = self._half and not self._copies
-        return torch.autocast(self.device.type, torch.bfloat16) if is_needed else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self._autocasts else nullcontext()
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -163,6 +163,7 @@ class DecoderPass:
         if not self._runs(None):
             for name, weight in self.model.named_parameters():
                 weight.data = before[name]
+            self._autocasts = True
             return
         own = dict(self.model.named_parameters())
         self.weights = {name: nn.Parameter(before[name]) for name in self.weights}

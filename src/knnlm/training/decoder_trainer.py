@@ -153,6 +153,7 @@ class DecoderState(TrainState):
     held_out: list[dict[str, Any]] = field(default_factory=list)  # before training and after each epoch
     halvings: int = 0  # of the rows that are read at once, for lack of memory
     divergences: int = 0  # each of which halved the learning rate
+    notes: dict[str, str] = field(default_factory=dict)  # for the card, by what they are about
 
 
 class DecoderTrainer:
@@ -171,7 +172,7 @@ class DecoderTrainer:
         """Train a model in float32 on its device. `initial` are the weights that a training without a checkpoint that
         diverges begins with again, by default copies of those of the model."""
         self.batches, self.config, self.state = batches, config, DecoderState()
-        self.notes: list[str] = []  # for the card
+        self._notes: list[str] = []
         self._teacher, self._device = teacher, device
         assert config.batch_tokens is not None
         self._batch_tokens = config.batch_tokens
@@ -179,7 +180,7 @@ class DecoderTrainer:
         self._pass = DecoderPass(model, precision=config.precision, row_length=row_length, longest=batches.longest)
         if batches.packed and not self._pass.is_packed:
             batches.packed = False
-            self.notes.append(f"{type(model).__name__} cannot read packed rows, so windows were padded.")
+            self._notes.append(f"{type(model).__name__} cannot read packed rows, so windows were padded.")
         self._trained = self._pass.weights
         self._initial = initial or {name: weight.detach().clone() for name, weight in self._trained.items()}
         matrices = [weight for weight in self._trained.values() if weight.dim() > 1]
@@ -193,7 +194,6 @@ class DecoderTrainer:
         self._schedule = Schedule(config.peak_rate, math.ceil(config.warm_up * self.steps), config.schedule)
         self._max_positions = _max_positions(model, self._batch_tokens, device)
         self._is_torn = False
-        self._said: set[str] = set()
         self._reported = 0  # tokens of the progress bar
 
     @property
@@ -204,6 +204,11 @@ class DecoderTrainer:
     def finish(self) -> PreTrainedModel:
         """Return the trained model in float32, after which it cannot be trained further."""
         return self._pass.finish()
+
+    @property
+    def notes(self) -> list[str]:
+        """What the card notes about the training, before and after it was resumed."""
+        return [*self._notes, *self.state.notes.values()]
 
     @property
     def selection(self) -> dict[str, Any] | None:
@@ -294,7 +299,8 @@ class DecoderTrainer:
             state = checkpoint.restore(self._checkpointed(), type(self.state)())
             if not checkpoint.path.exists():
                 self._reset()
-            state.divergences, state.halvings, self.state = divergences, halvings, state
+            state.divergences, state.halvings, state.notes = divergences, halvings, self.state.notes
+            self.state = state
             curve.rewind(state.step)
         self._say(
             f"The loss was not finite at step {error.step}: the training went back to step {state.step} and on with "
@@ -318,10 +324,9 @@ class DecoderTrainer:
 
     def _say(self, text: str, *, once: str) -> None:
         """Warn of something the first time that it happens, and note it for the card."""
-        if once not in self._said:
+        if once not in self.state.notes:
             warnings.warn(text, KnnlmWarning, stacklevel=2)
-            self.notes.append(text)
-        self._said.add(once)
+            self.state.notes[once] = text
 
     def _compiled(self) -> AbstractContextManager[None]:
         if not (self.config.compile and self.batches.packed):

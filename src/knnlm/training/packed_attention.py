@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -209,7 +209,12 @@ def kernel_change(device: torch.device) -> float:
         output = call(q, k, v, starts, 128, None, 24)
         output.square().sum().backward()
         found.append([output.detach(), *(part.grad for part in parts if part.grad is not None)])
-    return max(_change(one, other) for one, other in zip(*found, strict=True))
+    return _largest_change(*found)
+
+
+def _largest_change(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Return the largest relative difference; NaN if one is NaN, which Python's max may skip."""
+    return float(torch.tensor([_change(one, other) for one, other in zip(found, right, strict=True)]).max())
 
 
 def _change(found: Tensor, right: Tensor) -> float:

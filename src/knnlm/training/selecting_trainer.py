@@ -37,7 +37,7 @@ Tensors = dict[str, Tensor]
 class SelectionState(DecoderState):
     """Position in the pieces of a training; `batch` counts the steps of the present one."""
 
-    trials: list[dict[str, Any]] = field(default_factory=list)  # the initial model first
+    trials: list[dict[str, Any]] = field(default_factory=list)  # the initial model first; finite ones are in `held_out`
     in_cooldown: bool = False
     piece_step: int = 0  # the step and the tokens at which the present piece began
     piece_tokens: int = 0
@@ -154,8 +154,11 @@ class SelectingTrainer(DecoderTrainer):
         """Record the loss after a cooldown, and return to the weights that the next piece begins with."""
         evaluation = self._evaluate(math.ceil(piece.end))
         loss = evaluation[0]["loss"]
+        if not math.isfinite(loss):
+            self._record(piece, math.inf)
+            return
         self.state.held_out += evaluation
-        self._record(piece, loss if math.isfinite(loss) else math.inf)
+        self._record(piece, loss)
 
     def _record(self, piece: Piece, loss: float) -> None:
         state = self.state

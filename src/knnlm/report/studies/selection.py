@@ -65,12 +65,13 @@ class _Trial(NamedTuple):
 
 
 def _trials(card: DecoderCard) -> list[_Trial]:
-    """Return every evaluation after some training."""
+    """Return every evaluation after some training; a rate that diverged has none."""
     after = card.held_out[1:]
     if card.selection is None:
         tried = [(float(card.settings["learning_rate"]), float(line["epoch"])) for line in after]
     else:
-        tried = [(float(trial["learning_rate"]), float(trial["epochs"])) for trial in card.selection["trials"][1:]]
+        trials = [trial for trial in card.selection["trials"][1:] if math.isfinite(trial["loss"])]
+        tried = [(float(trial["learning_rate"]), float(trial["epochs"])) for trial in trials]
     return [_Trial(*place, float(line["loss"]), _perplexity(line)) for place, line in zip(tried, after, strict=True)]
 
 
