@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.models import tiny, tiny_tokenizer
+from helpers.pairs import pair_lm, pairs
 from helpers.server import serving, serving_endpoint
 from helpers.stores import documents
 from knnlm.ingest.build import build
@@ -373,3 +374,28 @@ def test_replica_that_hangs_is_an_error_after_the_time_limit(monkeypatch):
             await endpoint.change(SimpleNamespace(path="/v1/documents", method="POST", body=b""))
 
     asyncio.run(ask())
+
+
+def test_translations_of_all_replicas_equal_those_of_one_server_and_follow_changes(tmp_path):
+    lm = pair_lm("marian")
+    build(pairs(12), tmp_path / "pairs", lm=lm, key_format="float32").close()
+    mixtures = [
+        Mixture.open(tmp_path / "pairs", pair_lm("marian"), k=5, knn_temperature=4.0, lmbda=0.6) for _ in range(3)
+    ]
+    added = pairs(1, start=70)[0]
+    body = {"text": added.source_text, "max_tokens": 12, "sources": 1}
+    with (
+        serving_replicas(mixtures[:2], keys=KEYS) as (server, _),
+        serving(mixtures[2], keys=KEYS) as one,
+        server.client(ADMIN) as client,
+        one.client(ADMIN) as other,
+    ):
+        new = {"id": added.id, "text": added.text, "source_text": added.source_text}
+        for documents_ in ([], [new]):
+            if documents_:
+                assert client.post("/v1/documents", json={"documents": documents_}).json()["added"] == 1
+            expected = timeless(other.post("/v1/translate", json=body).json())
+            for _ in range(2):
+                assert timeless(client.post("/v1/translate", json=body).json()) == expected
+        sources = [token["sources"][0]["document"] for token in expected["translations"][0]["knnlm"]["tokens"]]
+        assert added.id in sources
