@@ -161,6 +161,16 @@ def test_interrupted_training_ends_with_the_same_adapters_and_rates_can_be_selec
     assert min(losses) < losses[0]
 
 
+def test_adapters_of_some_layers_or_of_new_weights_are_not_saved_alone(model_folder, lm, texts, tmp_path):
+    lm.model.config.save_pretrained(tmp_path / "new")
+    (tmp_path / "new" / "config.json").rename(tmp_path / "new.json")
+    for name, spec, layers in (("cut", model_folder, 1), ("new", tmp_path / "new.json", None)):
+        initial = open_initial_model(str(spec), like=lm, layers=layers)
+        train_decoder(texts[0][:2], initial, tmp_path / f"{name}.decoder", replace(CONFIG, epochs=1), device="cpu")
+        assert (tmp_path / f"{name}.decoder" / "model.safetensors").is_file()
+        assert not (tmp_path / f"{name}.decoder" / ADAPTER).exists()
+
+
 def test_adapters_are_saved_without_a_connection(tmp_path, monkeypatch):
     def connect(*_):
         raise AssertionError("a connection")

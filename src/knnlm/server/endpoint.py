@@ -262,7 +262,7 @@ def _trace_of(request: ForwardedRequest) -> str | None:
         return None
     try:
         body = json.loads(request.body)
-    except ValueError:  # the replica will say so
+    except (ValueError, RecursionError):  # the replica will say so
         return None
     trace = body.get("id") if isinstance(body, dict) else None
     return trace if isinstance(trace, str) else None

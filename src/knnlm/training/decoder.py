@@ -267,7 +267,8 @@ def _publish(
     with translate_os_errors(folder):
         finished.mkdir()
         if adapters is not None:
-            adapters.save(finished / ADAPTER, initial.spec)
+            if initial.is_pretrained:  # others have weights of their own, which the adapters would need
+                adapters.save(finished / ADAPTER, initial.spec)
             model = adapters.merge()
         try:
             model.eval().save_pretrained(finished)

@@ -36,6 +36,11 @@ class InitialModel:
         return sum(parameter.numel() for parameter in self.lm.model.parameters())
 
     @property
+    def is_pretrained(self) -> bool:
+        """Whether it has all weights of a pretrained model."""
+        return self.layers is None and Path(self.spec).suffix != ".json"
+
+    @property
     def metadata(self) -> dict[str, Any]:
         """Its description in the decoder's card."""
         return {
