@@ -13,6 +13,7 @@ import torch
 import translation
 from helpers import oracle
 from helpers.pairs import BruteForce, pair_lm, pairs
+from knnlm.evaluation import odds
 from knnlm.ingest.build import build
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
@@ -120,6 +121,7 @@ def test_whole_run_has_a_row_for_each_system_and_text(corpora, tmp_path, monkeyp
     arguments = ["translation.py", *map(str, corpora), *sizes, "--model", str(tmp_path / "model"), "--k", "4"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--json", str(tmp_path / "rows.json")])
     monkeypatch.setattr(translation, "NEW_TOKENS", 12)
+    monkeypatch.setattr(odds, "_NEW_TOKENS", 12)
     translation.main()
     shown = capsys.readouterr().out
     found = json.loads((tmp_path / "rows.json").read_text())

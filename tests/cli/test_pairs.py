@@ -13,6 +13,7 @@ from helpers.models import pair_tokenizer, tiny
 from helpers.pairs import BruteForce, pairs
 from knnlm.cli.app import run
 from knnlm.datastore.store import Datastore
+from knnlm.evaluation import odds
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
 
@@ -298,7 +299,8 @@ def test_texts_that_cannot_be_read_twice_are_refused(folder, capfd):
     assert "cannot be both text and source" in failure(capfd, *given)
 
 
-def test_tune_by_the_quality_of_translations(folder, tmp_path, capfd):
+def test_tune_by_the_quality_of_translations(folder, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(odds, "_NEW_TOKENS", 24)  # random weights do not end a translation
     store = tmp_path / "quality.store"
     shutil.copytree(folder / "pairs.store", store)
     arguments = ["tune", store, folder / "valid.tsv", "--memories", "knn", "--weights", "fixed", "--quality", 4]

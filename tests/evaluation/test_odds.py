@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.pairs import pair_lm, pairs
 from knnlm.errors import CorpusError, ParameterError
+from knnlm.evaluation import odds
 from knnlm.evaluation.odds import ChosenOdds, OddsFigures, best_choice, best_factor, choose_odds, is_past_best
 from knnlm.evaluation.quality import score_translations
 from knnlm.evaluation.tune import FEW_KS
@@ -92,7 +93,8 @@ def test_larger_factors_end_after_two_losses_or_with_other_text():
     assert not is_past_best(figures((0, 9, 40), (1, 10, 39.8)))
 
 
-def test_figures_equal_translations_with_the_multiplied_weights(lm, path):
+def test_figures_equal_translations_with_the_multiplied_weights(lm, path, monkeypatch):
+    monkeypatch.setattr(odds, "_NEW_TOKENS", 60)  # random weights do not end a translation
     mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
     other = pairs(5, start=90)
     chosen = choose_odds(mixture, VALID, other=other)
@@ -102,12 +104,13 @@ def test_figures_equal_translations_with_the_multiplied_weights(lm, path):
         lmbda = own.factor * 0.2 / (0.8 + own.factor * 0.2)
         single = Mixture.open(path, lm, memories="knn", lmbda=lmbda, k=4, knn_temperature=10.0)
         for documents, found in ((VALID, own.bleu), (other, own.other_bleu)):
-            texts = single.translate([pair.source_text for pair in documents])
+            texts = single.translate([pair.source_text for pair in documents], max_new_tokens=60)
             assert found == pytest.approx(score_translations(texts, [pair.text for pair in documents]).bleu)
     assert chosen.factor == best_factor(chosen.figures)
 
 
-def test_figures_of_the_model_alone_are_not_computed_again(lm, path):
+def test_figures_of_the_model_alone_are_not_computed_again(lm, path, monkeypatch):
+    monkeypatch.setattr(odds, "_NEW_TOKENS", 60)
     mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
     chosen = choose_odds(mixture, VALID)
     again = choose_odds(mixture, VALID, alone=replace(chosen.alone, bleu=77.0))
