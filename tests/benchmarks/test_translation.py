@@ -104,6 +104,7 @@ def corpora(tmp_path):
     return folders
 
 
+@pytest.mark.slow
 def test_whole_run_has_a_row_for_each_system_and_text(corpora, tmp_path, monkeypatch, capsys):
     sizes = ["--width", "16", "--layers", "1", "--vocabulary", "300", "--train-seconds", "1", "--tune-seconds", "1"]
     sizes += [

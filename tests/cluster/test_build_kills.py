@@ -126,6 +126,7 @@ def described(path):
         return files, catalog.segments(), list(catalog.documents()), store.fingerprint, shard_part(catalog)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_nothing_and_repeats_nothing(cluster, text, model_folder, expected, tmp_path, capfd):
     capfd.readouterr()
     read, options = partial(knnlm.read_documents, str(text)), {"workers": 2, "shards": SHARDS}

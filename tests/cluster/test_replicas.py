@@ -150,6 +150,7 @@ def check_own_state(client):
     assert all(f'knnlm_tokens_read_total{{replica="{number}"}}' in text for number in scored)
 
 
+@pytest.mark.slow
 def test_replicas_answer_like_one_server_and_see_every_change(path, lm, model_folder):
     """One test, as starting replicas takes most of its time."""
     options = MixtureOptions(model=str(model_folder))
