@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 import knnlm
 from helpers.s3 import BUCKET, s3_server
@@ -21,7 +22,7 @@ from helpers.thread_ray import ThreadRay
 from knnlm.cluster import build as driver
 from knnlm.cluster.build import build_on_ray, plan_workers
 from knnlm.cluster.build_places import ShardPlaces
-from knnlm.cluster.build_worker import BuildWorker, Failure
+from knnlm.cluster.build_worker import BuildWorker, Failure, prepare_process
 from knnlm.datastore import remote
 from knnlm.datastore.manifest import remote_url
 from knnlm.datastore.remote import push_shard
@@ -561,3 +562,17 @@ def test_unfinished_builds_of_the_same_store_are_removed_from_work_folders(start
     shutil.rmtree(tmp_path / "out")
     start(work_folder=tmp_path / "disk")
     assert not left.exists()
+
+
+def test_process_takes_over_threads_and_folder_of_the_driver_but_no_other_version(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    threads = torch.get_num_threads()
+    try:
+        for folder in ("there", "nowhere"):  # a folder that this machine does not have changes nothing
+            prepare_process(threads=1, working_folder=str(tmp_path / folder), version=knnlm.__version__)
+            assert (Path.cwd(), torch.get_num_threads()) == (tmp_path / "there", 1)
+        with pytest.raises(ClusterError, match=r"that of the driver 0\.0\.0\. Install the same"):
+            prepare_process(threads=1, working_folder=str(tmp_path), version="0.0.0")
+    finally:
+        torch.set_num_threads(threads)

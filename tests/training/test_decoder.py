@@ -20,9 +20,9 @@ import torch
 import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from helpers import oracle
+from helpers.decoders import equal, loss_one_by_one, losses
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
 from helpers.training import fit_decoder, retrieve_targets
@@ -52,11 +52,6 @@ def small(lm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     store = build(documents(10, words=20), folder / "docs.store", lm=lm)
     return store, retrieve_targets(store, folder / "targets", k=32, knn_temperature=20.0, device="cpu")
-
-
-@pytest.fixture
-def initial(model_folder, lm):
-    return open_initial_model(str(model_folder), like=lm)
 
 
 # ----------------------------------------------------------------------------------------------------------- loss
@@ -412,20 +407,6 @@ def test_initial_model_with_another_tokenizer_is_refused_with_both_fingerprints(
 # ------------------------------------------------------------------------------------------------------- training
 
 
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def equal(one, other):
-    first, second = weights(one), weights(other)
-    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def losses(folder):
-    """The curve without what depends on the clock."""
-    return [{**line, "tokens_per_second": 0} for line in read_curve(folder / "losses.jsonl")]
-
-
 def test_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp_path):
     store = build(documents(4, words=6), tmp_path / "docs.store", lm=lm)
     targets = retrieve_targets(store, tmp_path / "targets", k=500, knn_temperature=10.0, top=500, mass=1.0)
@@ -473,15 +454,8 @@ def test_curve_matches_a_training_in_plain_torch(small, lm, initial, tmp_path):
     steps_of_windows = [(epoch, np.concatenate(groups)) for epoch in range(2) for groups in batches.steps(epoch, 512)]
     warm, steps = math.ceil(0.3 * len(steps_of_windows)), len(steps_of_windows)
     for step, ((epoch, windows), line) in enumerate(zip(steps_of_windows, losses(tmp_path / "out"), strict=True)):
-        total, count = 0.0, 0
-        for one in windows:
-            window = batches.read(one[None])
-            sparse = targets.lookup(window.positions)
-            log_q = model(window.ids).logits[0].log_softmax(1)
-            ce = -log_q.gather(1, window.targets[:, None])[:, 0]
-            kl = (sparse.probs * (sparse.probs.clamp(min=1e-30).log() - log_q.gather(1, sparse.ids))).sum(1)
-            total, count = total + (0.6 * kl + 0.4 * ce).sum(), count + len(ce)
-        (total / count).backward()
+        loss = loss_one_by_one(model, batches, windows, targets, 0.6)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         left = (steps - step) / (steps - warm + 1)
         rate = 1e-3 * ((step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (1 - left))))
@@ -492,7 +466,7 @@ def test_curve_matches_a_training_in_plain_torch(small, lm, initial, tmp_path):
         assert line["step"] == step + 1
         assert line["epoch"] == epoch
         assert line["learning_rate"] == pytest.approx(rate)
-        assert line["loss"] == pytest.approx(total.item() / count, rel=1e-4)
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-4)
     for name, weight in hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():
         torch.testing.assert_close(weight, model.get_parameter(name), rtol=1e-3, atol=2e-4)
 

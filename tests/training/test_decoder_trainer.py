@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import load_file
 
+from helpers.decoders import equal, loss_one_by_one, losses, weights
 from helpers.models import tiny
 from helpers.stores import documents
 from helpers.training import fit_decoder, retrieve_targets
@@ -48,24 +48,6 @@ def _without_plots(monkeypatch):
     monkeypatch.setattr(decoder, "draw_curve", lambda *_: b"")
 
 
-@pytest.fixture
-def initial(model_folder, lm):
-    return open_initial_model(str(model_folder), like=lm)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def equal(one: Path, other: Path) -> bool:
-    first, second = weights(one), weights(other)
-    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def losses(folder: Path) -> list[dict]:
-    return [{**line, "tokens_per_second": 0} for line in read_curve(folder / "losses.jsonl")]
-
-
 # ------------------------------------------------------------------------------------------------------ packed rows
 
 
@@ -91,21 +73,14 @@ def test_packed_training_is_that_of_a_plain_loop(store, targets, lm, initial, tm
     assert card.steps == len(steps)
     assert any(len(row) > 1 for rows in steps for row in rows)
     for rows, line in zip(steps, losses(tmp_path / "out"), strict=True):
-        total, count = 0.0, 0
-        for one in np.concatenate(rows):
-            window = batches.read(one[None])
-            sparse = targets.lookup(window.positions)
-            log_q = model(window.ids).logits[0].log_softmax(1)
-            ce = -log_q.gather(1, window.targets[:, None])[:, 0]
-            kl = (sparse.probs * (sparse.probs.clamp(min=1e-30).log() - log_q.gather(1, sparse.ids))).sum(1)
-            total, count = total + (0.6 * kl + 0.4 * ce).sum(), count + len(ce)
-        (total / count).backward()
+        loss = loss_one_by_one(model, batches, np.concatenate(rows), targets, 0.6)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimiser.param_groups:
             group["lr"] = line["learning_rate"]
         optimiser.step()
         optimiser.zero_grad()
-        assert line["loss"] == pytest.approx(total.item() / count, rel=1e-4)
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-4)
     for name, weight in hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():
         torch.testing.assert_close(weight, model.get_parameter(name), rtol=1e-3, atol=2e-4)
 

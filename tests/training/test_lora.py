@@ -38,11 +38,6 @@ def texts(lm):
     return every[:11], every[11:]
 
 
-@pytest.fixture
-def initial(model_folder, lm):
-    return open_initial_model(str(model_folder), like=lm)
-
-
 def pairs(model):
     """The matrices A and B of each linear layer, by its name."""
     found = dict(model.named_parameters())

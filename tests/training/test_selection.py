@@ -17,7 +17,6 @@ from knnlm.errors import KnnlmWarning, ParameterError
 from knnlm.training import selecting_trainer
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
-from knnlm.training.initial_model import open_initial_model
 from knnlm.training.selection import Piece, Trial, cooldown_steps, next_piece, piece_rates
 
 RATES = (2e-3, 1e-3, 4e-3)
@@ -28,11 +27,6 @@ CONFIG = DecoderConfig(select=True, epochs=3, batch_tokens=256, learning_rate=2e
 def texts(lm):
     every = lm.encode_all([document.text for document in documents(16, words=24)])
     return every[:12], every[12:]
-
-
-@pytest.fixture
-def initial(model_folder, lm):
-    return open_initial_model(str(model_folder), like=lm)
 
 
 def trials(*rows):

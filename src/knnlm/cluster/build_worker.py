@@ -96,6 +96,17 @@ class Status:
     calibration: Calibration | None
 
 
+def prepare_process(*, threads: int, working_folder: str, version: str) -> None:
+    """Make threads and relative paths those of the driver; raise unless its version of knnlm is installed here."""
+    torch.set_num_threads(threads)
+    if Path(working_folder).is_dir():
+        os.chdir(working_folder)
+    if version != knnlm.__version__:
+        raise ClusterError(
+            f"The version of knnlm is {knnlm.__version__}, and that of the driver {version}. Install the same."
+        )
+
+
 class BuildWorker:
     """Builds shards with a model of its own; `status` is called while another thread builds."""
 
@@ -151,13 +162,7 @@ class BuildWorker:
     def _prepare_process(self) -> None:
         """Make relative paths those of the driver, and check what has to be the same on every machine."""
         job = self._job
-        torch.set_num_threads(job.threads)
-        if Path(job.working_folder).is_dir():
-            os.chdir(job.working_folder)
-        if job.version != knnlm.__version__:
-            raise ClusterError(
-                f"The version of knnlm is {knnlm.__version__}, and that of the driver {job.version}. Install the same."
-            )
+        prepare_process(threads=job.threads, working_folder=job.working_folder, version=job.version)
         job.places.remove_others()
         if job.places.url is not None:
             return

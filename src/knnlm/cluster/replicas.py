@@ -22,11 +22,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import knnlm
 from knnlm.cluster.build import WorkerPlan, node_resources, plan_workers
-from knnlm.cluster.build_worker import Failure
+from knnlm.cluster.build_worker import Failure, prepare_process
 from knnlm.cluster.connection import LOCAL, Presence, connected, import_ray
 from knnlm.cluster.search import RemoteSearchOptions, RemoteShards
 from knnlm.datastore.manifest import is_sharded
@@ -262,13 +260,7 @@ class ReplicaServer:
 
 def _open_replica(settings: ReplicaSettings, number: int, actors: Sequence[Sequence[Any]] | None) -> Replica:
     """Open the store with its model in this process."""
-    torch.set_num_threads(settings.threads)
-    if Path(settings.working_folder).is_dir():
-        os.chdir(settings.working_folder)
-    if settings.version != knnlm.__version__:
-        raise ClusterError(
-            f"The version of knnlm is {knnlm.__version__}, and that of the command {settings.version}: install one."
-        )
+    prepare_process(threads=settings.threads, working_folder=settings.working_folder, version=settings.version)
     options = settings.options
     if settings.search is not None:
         options = replace(options, open_index=RemoteShards(import_ray(), settings.search, actors).open_index)
