@@ -300,6 +300,49 @@ class Checks:
             assert torch.equal(*generated)
         return ""
 
+    def replayed_steps(self) -> str:
+        """Translations with the steps of gate and one λ as CUDA graphs, against those without."""
+        if self.device.type != "cuda":
+            return "needs a GPU"
+        from helpers.pairs import pair_lm, pairs
+        from knnlm.generation import step_graph
+        from knnlm.generation.seq2seq import KnnForSeq2SeqLM
+        from knnlm.ingest.build import build
+        from knnlm.mixture.mixture import Mixture
+
+        lm = pair_lm("marian")
+        lm.model.to(self.device)
+        sources = lm.encode_sources([pair.source_text or "" for pair in pairs(7, start=90)])
+        replays = 0
+        with tempfile.TemporaryDirectory() as folder:
+            path = build(pairs(400), Path(folder) / "store", lm=lm).path
+            for settings in ({}, {"k": 9, "lmbda": 0.6, "memories": "knn"}):
+                mixture = Mixture.open(path, lm, use_tuned=False, **settings)
+                if not settings:
+                    mixture.tune(pairs(60, start=500))
+                model, found = KnnForSeq2SeqLM(mixture), []
+                for captures in (True, False):
+                    step_graph.WARM_STEPS = 2 if captures else 1 << 30
+                    for beams in (1, 3):
+                        written = model.generate(
+                            **lm.pad_sources(sources),
+                            num_beams=beams,
+                            max_new_tokens=20,
+                            min_new_tokens=20,
+                            output_logits=True,
+                            return_dict_in_generate=True,
+                        )
+                        found.append((written.sequences, torch.stack(written.logits)))
+                    if captures:
+                        replays += len(step_graph.step_graphs(mixture)._graphs)
+                        step_graph.step_graphs(mixture)._graphs.clear()
+                for (tokens, logits), (right, expected) in zip(found[:2], found[2:], strict=True):
+                    assert torch.equal(tokens, right)
+                    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        step_graph.WARM_STEPS = 2
+        assert replays == 4, f"{replays} of 4 steps were captured"
+        return f"{replays} graphs"
+
 
 class _OnDevice(contract.Array):
     """Keys that a build left on the device."""

@@ -247,6 +247,7 @@ class Datastore:
             self.arrays.check(segment)
         self.key_numbers = self._number_keys()
         self._values: dict[torch.device, Tensor] = {}
+        self._offsets: dict[torch.device, Tensor] = {}
         # (n, D) float16 keys of each segment, where a build has left them on its device.
         self.resident_keys: list[Tensor] | None = None
         # Whether an index or a mixture was opened on this object, and relies on the numbers of its entries.
@@ -405,8 +406,11 @@ class Datastore:
         """
         if metric == "ip":
             return queries if self.map is None else queries.float() @ self.map.on(queries.device)[0]
-        shifted = queries if self.offset is None else queries - self.offset.to(queries.device)
-        return shifted if self.map is None else self.map.apply(shifted)
+        if self.offset is not None:
+            if queries.device not in self._offsets:  # copied there once: the host would wait at every token
+                self._offsets[queries.device] = self.offset.to(queries.device)
+            queries = queries - self._offsets[queries.device]
+        return queries if self.map is None else self.map.apply(queries)
 
     def chunks(self, size: int, *, begin: int = 0) -> Iterator[tuple[int, Tensor]]:
         """Return (number of the first key, (n, D) float32 keys) of the keys from `begin` on."""
@@ -505,6 +509,11 @@ class Datastore:
                 )
             counts[places] = weights
         return torch.from_numpy(counts).reshape(ids.shape).to(ids.device)
+
+    @property
+    def looks_up_on_device(self) -> bool:
+        """Whether the tokens of neighbours on a GPU are looked up there, and nothing is read from files."""
+        return not self._pruned and not self._counted and self.entry_count <= _MAX_DEVICE_TOKENS
 
     def values(self, entries: Tensor) -> Tensor:
         """Return the tokens of these entries, on their device; -1 for an entry below 0."""

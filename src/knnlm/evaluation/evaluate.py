@@ -444,7 +444,7 @@ def score_batches(
 def can_defer_search(mixture: Mixture) -> bool:
     """Whether memories and weights need only keys, so that the logits need not be kept until the search."""
     fixed = isinstance(mixture.weights, (FixedWeights, BucketWeights))
-    return fixed and not mixture.components_need_tokens and all(memory.expensive for memory in mixture.memories)
+    return fixed and not mixture.memories_need_texts and all(memory.expensive for memory in mixture.memories)
 
 
 def component_scores(found: ComponentOutputs, targets: Tensor) -> ComponentScores:

@@ -46,10 +46,10 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
 from knnlm.evaluation.evaluate import Evaluation, Totals, read_batches
 from knnlm.io import atomic_folder, translate_os_errors
-from knnlm.memories.base import ROWS, MemoryOutput
+from knnlm.memories.base import ROWS, MemoryOutput, Positions
 from knnlm.memories.decoder import LM_FEATURES, LMOutput
 from knnlm.memories.voting import NEAR, NeighbourMemory, RetrievedNeighbours, VoteOutput, VoteParams
-from knnlm.mixture.gate import MemoryFeatures, Positions, memory_features, place
+from knnlm.mixture.gate import MemoryFeatures, memory_features, place
 from knnlm.mixture.loader import identity_of
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch

@@ -43,6 +43,7 @@ from knnlm.evaluation.trace import MemoryTrace, Trace, record, to_tensor
 from knnlm.io import translate_os_errors
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.seq2seq import Seq2SeqLM
+from knnlm.memories.base import Positions
 from knnlm.memories.decoder import DecoderCard, set_lambda
 from knnlm.memories.voting import NeighbourMemory, VoteParams
 from knnlm.mixture.em import fit, log_mixed
@@ -52,7 +53,6 @@ from knnlm.mixture.gate import (
     FEWEST,
     Gate,
     MemoryFeatures,
-    Positions,
     feature_names,
     features,
     train_gate,

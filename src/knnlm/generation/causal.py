@@ -48,11 +48,12 @@ from knnlm.generation.cache import (
     memory_state,
     spans_of,
 )
+from knnlm.generation.step_graph import step_graphs
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
 from knnlm.lm.loading import auto_class, load_feature_extractor, reads_audio
 from knnlm.lm.speech import wrap_model
-from knnlm.memories.base import LM_LOGITS, Context, Origin, Source, SourceTokens
+from knnlm.memories.base import LM_LOGITS, Context, Origin, Positions, Source, SourceTokens
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.repetition import NO_TOKEN, damp
@@ -181,6 +182,19 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the part of a cache that carries the state of the memories."""
         return cache
 
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether generation keeps the texts so far beside the cache of the base model."""
+        mixture = self.mixture
+        if mixture.needs_texts or mixture.reads_other_models:
+            return True
+        # The cache of a stateful model does not tell how many tokens were read.
+        return mixture.needs_positions and bool(getattr(self.base, "_is_stateful", False))
+
+    def _text_length(self, cache: Any) -> int:
+        """Return how many tokens of the texts a cache contains."""
+        return cache.get_seq_length() if isinstance(cache, Cache) else 0
+
     def _filled_cache(self, output: Any) -> Any:
         """Return that part of the cache in the base model's output."""
         return self._state_cache(getattr(output, "past_key_values", None))
@@ -267,20 +281,25 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             logits_to_keep=wide,
+            keep_state=self._keeps_state,
             **others,
         )
-        mixed = self.mixture.predict(context, all_components=False)
-        if mixed.states is not None:
-            assert state is not None
-            assert step is not None
-            kept = None if wide is logits_to_keep else _places(logits_to_keep)
-            mixed = self._remember(mixed, context, state, step, kept, cache=self._filled_cache(output))
-            output["logits"] = output.logits if kept is None else output.logits[:, kept]
-            if _prompts.get() is not None:
-                mixed = self._damp(self.mixture.restrict_to_domain(mixed), state)
-        if _prompts.get() is not None and (outside := self._outside_domain(output.logits.shape, **others)) is not None:
-            mixed = mixed.without_memories(outside)
-        log_p = mixed.log_probs().unflatten(0, output.logits.shape[:2])
+        generates = _prompts.get() is not None
+        outside = self._outside_domain(output.logits.shape, **others) if generates else None
+        if generates and state is None:
+            log_p = step_graphs(self.mixture).predict(context, outside)
+        else:
+            mixed = self.mixture.predict(context, all_components=False)
+            if mixed.states is not None:
+                assert state is not None
+                assert step is not None
+                kept = None if wide is logits_to_keep else _places(logits_to_keep)
+                mixed = self._remember(mixed, context, state, step, kept, cache=self._filled_cache(output))
+                output["logits"] = output.logits if kept is None else output.logits[:, kept]
+                if generates:
+                    mixed = self._damp(self.mixture.restrict_to_domain(mixed), state)
+            log_p = (mixed if outside is None else mixed.without_memories(outside)).log_probs()
+        log_p = log_p.unflatten(0, output.logits.shape[:2])
         # The output object is the base model's own, so its cache is kept, whatever its class.
         output["logits"] = log_p
         if labels is not None:
@@ -313,6 +332,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep=logits_to_keep,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            keep_state=self.mixture.needs_history,
             origins=origins,
             **others,
         )
@@ -326,10 +346,11 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
+        keep_state: bool,
         origins: Tensor | None = None,
         **others: Any,
     ) -> tuple[Any, Context, MemoryState | None, ForwardStep | None]:
-        """Return what `read` returns, the state of the memories, and the step; None where they have none."""
+        """Return what `read` returns, the state of the memories, and the step; None without `keep_state`."""
         named = {
             "attention_mask": attention_mask,
             "position_ids": position_ids,
@@ -340,7 +361,10 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         }
         inputs = {name: value for name, value in named.items() if name in self._base_arguments and value is not None}
         # Before the forward pass, because the base model fills the cache.
-        state = memory_state(self._state_cache(past_key_values)) if self.mixture.needs_history else None
+        state = memory_state(self._state_cache(past_key_values)) if keep_state else None
+        before = self._text_length(past_key_values)
+        if input_ids is None and self.mixture.needs_tokens:
+            raise ModelError("The memories of this mixture need the tokens: pass input_ids, not inputs_embeds.")
         output, keys = self._run_base(input_ids=input_ids, **inputs, **others)
         length = (input_ids if input_ids is not None else inputs["inputs_embeds"]).shape[1]
         if output.logits.shape[1] == length and isinstance(logits_to_keep, int):
@@ -348,10 +372,12 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         kept = slice(-output.logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
         step = None
         if state is None:
-            context = Context({source: own[:, kept].flatten(0, 1) for source, own in keys.items()})
-        elif input_ids is None:
-            raise ModelError("The memories of this mixture need the tokens: pass input_ids, not inputs_embeds.")
+            where = None
+            if self.mixture.needs_positions and input_ids is not None:
+                where = _positions(input_ids, attention_mask, before, kept)
+            context = Context({source: own[:, kept].flatten(0, 1) for source, own in keys.items()}, where=where)
         else:
+            assert input_ids is not None
             if origins is None and (prompts := _prompts.get()) is not None:
                 origins = prompts.origins(input_ids, state.tokens.get_seq_length())
             step = ForwardStep(input_ids, attention_mask, position_ids, kept, origins)
@@ -510,6 +536,15 @@ def _sources_again(context: Context, states: Mapping[Source, Tensor]) -> list[So
         return None
     before, count = (len(next(iter(each.values()))) for each in (context.states, states))
     return [context.source_tokens[row * before // count] for row in range(count)]
+
+
+def _positions(tokens: Tensor, mask: Tensor | None, before: int, kept: slice | Tensor) -> Positions:
+    """Return where the kept ones of (B, T) tokens stand in their texts, after `before` tokens, padding counted."""
+    count = tokens.shape[1]
+    places = torch.arange(before, before + count, device=tokens.device).expand(tokens.shape)
+    if mask is not None and mask.dim() == 2 and mask.shape[1] == before + count:
+        places = (places - mask.bool().int().argmax(1, keepdim=True)).clamp(min=0)  # after the padding on the left
+    return Positions(places[:, kept].flatten(), tokens[:, kept].flatten())
 
 
 def _places(logits_to_keep: int | Tensor) -> slice | Tensor:

@@ -102,6 +102,10 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
     def _state_cache(cache: Any) -> Any:
         return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
+    def _text_length(self, cache: Any) -> int:
+        """Return how many tokens of the targets a cache contains, without those before the text."""
+        return max(0, super()._text_length(cache) - len(self._lm.prefix_tokens))
+
     @property
     def _lm(self) -> Seq2SeqLM:
         return cast(Seq2SeqLM, self.mixture.lm)
@@ -230,7 +234,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
 
     def _read_prefix(self, pair: _PairInputs, reading: dict[str, Any]) -> ModelOutput:
         """Read only tokens before the text, which the model alone predicts."""
-        state = memory_state(self._state_cache(reading["past_key_values"])) if self.mixture.needs_history else None
+        state = memory_state(self._state_cache(reading["past_key_values"])) if self._keeps_state else None
         given = {name: value for name, value in reading.items() if value is not None}
         output: Any = self.base(**pair.source, decoder_input_ids=pair.decoder_input_ids, return_dict=True, **given)
         output["logits"] = output.logits.float().log_softmax(-1)
@@ -256,10 +260,11 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         if sources is None or sources.outside is None or len(sources.outside) != shape[0]:
             states = mean_states(pair.source["encoder_outputs"][0], pair.source.get("attention_mask"))
             outside = self.mixture.outside_domain(states, None if sources is None else sources.of_rows(shape[0]))
-            if sources is None:
-                return outside.repeat_interleave(shape[1])
-            sources.outside = outside
-        return sources.outside.repeat_interleave(shape[1])
+            if sources is not None:
+                sources.outside = outside
+        else:
+            outside = sources.outside
+        return outside if shape[1] == 1 else outside.repeat_interleave(shape[1])
 
     def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
         """Run the base model on source and target, and return its output and keys at the positions of the text."""

@@ -100,6 +100,11 @@ class ExactIndex:
                 return searcher
         return BruteForceSearch(self._vectors, metric=self.metric, device=self._device)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can contain a search."""
+        return self._device.type == "cuda" and bool(getattr(self.searcher, "capturable", False))
+
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest vectors of each of (N, D) queries."""
         check_search(queries, k, self._vectors.width)

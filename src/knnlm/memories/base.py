@@ -136,6 +136,14 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """The positions of rows in their texts."""
+
+    positions: Tensor  # (N,) number of tokens read before
+    tokens: Tensor  # (N,) the last token read
+
+
+@dataclass(frozen=True)
 class Context:
     """N positions of some texts; immutable, so that forks of a text are independent."""
 
@@ -143,6 +151,7 @@ class Context:
     spans: Sequence[Span] = ()
     search_mask: Tensor | None = None  # (N,) False where an expensive memory need not search; None: nowhere
     source_tokens: Sequence[SourceTokens] | None = None  # N: of the pair that each position belongs to; None: unknown
+    where: Positions | None = None  # stands for the spans where nothing else of the texts is needed; None: see them
 
     def each_span(self) -> Iterator[tuple[slice, Span]]:
         """Yield each span with the rows of its positions."""
@@ -166,7 +175,14 @@ def join_contexts(contexts: Sequence[Context]) -> Context:
     spans = [span for context in contexts for span in context.spans]
     sources = [context.source_tokens for context in contexts if context.source_tokens is not None]
     every = [source for own in sources for source in own] if len(sources) == len(contexts) else None
-    return Context(states, spans, source_tokens=every)
+    return Context(states, spans, source_tokens=every, where=_join_positions([context.where for context in contexts]))
+
+
+def _join_positions(wheres: Sequence[Positions | None]) -> Positions | None:
+    known = [where for where in wheres if where is not None]
+    if len(known) < len(wheres):
+        return None
+    return Positions(torch.cat([own.positions for own in known]), torch.cat([own.tokens for own in known]))
 
 
 class MemoryOutput(Protocol):

@@ -56,6 +56,11 @@ class KnnMemory(NeighbourMemory):
         """Whether a search depends on the source of a pair: only part of the store is searched."""
         return isinstance(self.index, PairSubsetIndex)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can contain a search: nothing of it is read from the device or from files."""
+        return self.metric == "l2" and self.store.looks_up_on_device and bool(getattr(self.index, "capturable", False))
+
     def search(
         self, keys: Tensor, k: int | None = None, source_tokens: Sequence[SourceTokens] | None = None
     ) -> RetrievedNeighbours:

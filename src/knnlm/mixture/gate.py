@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.memories.base import Context, MemoryOutput
+from knnlm.memories.base import Context, MemoryOutput, Positions
 from knnlm.memories.decoder import LM_FEATURES
 from knnlm.mixture.em import check_logs, fit, fit_folds, folds_of, log_mixed, renormalise
 from knnlm.mixture.evidence import EVIDENCE
@@ -116,6 +116,12 @@ class NetworkEnsemble:
     def each(self, change: Callable[[Tensor], Tensor]) -> NetworkEnsemble:
         """Return networks with a function applied to every tensor of the layers."""
         return replace(self, layers=tuple((change(weight), change(bias)) for weight, bias in self.layers))
+
+    def to(self, device: torch.device) -> NetworkEnsemble:
+        """Return the networks on a device."""
+        return replace(
+            self.each(lambda tensor: tensor.to(device)), mean=self.mean.to(device), scale=self.scale.to(device)
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the networks as named tensors."""
@@ -281,14 +287,6 @@ class MemoryFeatures:
     lm_log_prob_of_top: Tensor  # (N,) the language model's log-probability of that token
 
 
-@dataclass(frozen=True)
-class Positions:
-    """The positions of rows in their texts."""
-
-    positions: Tensor  # (N,) number of tokens read before
-    tokens: Tensor  # (N,) the last token read
-
-
 def memory_features(output: MemoryOutput, lm: MemoryOutput) -> MemoryFeatures:
     """Return the features of an output, beside the language model's."""
     top = output.top()
@@ -303,6 +301,8 @@ def memory_features(output: MemoryOutput, lm: MemoryOutput) -> MemoryFeatures:
 
 def place(context: Context) -> Positions:
     """Return the positions of a context in their texts."""
+    if context.where is not None:
+        return context.where
     # In Python: a tensor for each span would take longer in generation, where most spans have one position.
     positions = [number for span in context.spans for number in range(span.start, len(span.tokens))]
     tokens = [span.tokens[span.start :] for span in context.spans]
@@ -388,6 +388,11 @@ class Gate:
             each = _log_weights(self.nets.outputs(inputs), self.starts, masked.expand(self.nets.count, *masked.shape))
             weights = (1 - self.trust) * weights + self.trust * each.exp().mean(0)
         return (weights / weights.sum(1, keepdim=True)).to(features.device)
+
+    def to(self, device: torch.device) -> Gate:
+        """Return the gate on a device."""
+        starts, fitted = self.starts.to(device), self.fitted.to(device)
+        return replace(self, nets=self.nets.to(device), starts=starts, fitted=fitted)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the gate as named tensors and JSON types."""
@@ -506,6 +511,10 @@ class SearchSkipper:
         if self.levels[0] == self.levels[-1]:  # constant predictions: skip pseudo-random rows, but always the same
             return (features.double().sum(1) * 1e4).sin().mul(1e4).frac().abs() >= fraction
         return self.gain(features) >= self.levels.quantile(fraction).to(features.device)
+
+    def to(self, device: torch.device) -> SearchSkipper:
+        """Return the networks on a device."""
+        return replace(self, nets=self.nets.to(device), unit=self.unit.to(device), levels=self.levels.to(device))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the networks as named tensors and JSON types."""

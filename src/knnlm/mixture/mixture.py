@@ -286,7 +286,12 @@ class Mixture:
     @property
     def needs_history(self) -> bool:
         """Whether a component needs more than the keys of the predicted positions."""
-        return self.needs_tokens or any(source.reader for source in self.history_lengths)
+        return self.needs_tokens or self.reads_other_models
+
+    @property
+    def reads_other_models(self) -> bool:
+        """Whether a component needs the states of another model than the language model."""
+        return any(source.reader for source in self.history_lengths)
 
     @property
     def needs_sources(self) -> bool:
@@ -294,15 +299,24 @@ class Mixture:
         return any(isinstance(memory, KnnMemory) and memory.needs_sources for memory in self.memories)
 
     @property
-    def needs_tokens(self) -> bool:
-        """Whether a component or the weights need the tokens of the text, or earlier keys."""
-        return self.layer.stateful or self.components_need_tokens
+    def needs_texts(self) -> bool:
+        """Whether a component or the weights need all tokens of the text, or earlier keys."""
+        return self.layer.stateful or self.memories_need_texts
 
     @property
-    def components_need_tokens(self) -> bool:
-        """Whether a component or the gate needs the tokens of the text, or earlier keys."""
-        gated = isinstance(self.weights, GatedWeights)
-        return gated or any(memory.source is None or memory.history_length for memory in self.memories)
+    def memories_need_texts(self) -> bool:
+        """Whether a memory needs all tokens of the text, or earlier keys."""
+        return any(memory.source is None or memory.history_length for memory in self.memories)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether the gate needs the position in the text and the last token."""
+        return isinstance(self.weights, GatedWeights)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a component or the weights need tokens of the text, or earlier keys."""
+        return self.needs_texts or self.needs_positions
 
     @property
     def layer(self) -> OnlineLayer:

@@ -355,33 +355,56 @@ class GatedWeights:
     def _evidence_count(self) -> int:
         return sum(name.endswith(EVIDENCE) for name in self.gate.feature_names)
 
+    @cached_property
+    def _moved(self) -> dict[torch.device, GatedWeights]:
+        return {}
+
+    def _beside(self, tensor: Tensor) -> GatedWeights:
+        """Return these weights on the GPU of a tensor: a copy at every token would make the host wait."""
+        device = tensor.device
+        if device.type == "cpu" or self.frequencies.device == self.gate.starts.device == device:
+            return self
+        if device not in self._moved:
+            self._moved[device] = replace(
+                self,
+                gate=self.gate.to(device),
+                frequencies=self.frequencies.to(device),
+                skip=None if self.skip is None else self.skip.to(device),
+                cheap=None if self.cheap is None else self.cheap.to(device),
+            )
+        return self._moved[device]
+
     def inputs(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput]) -> Tensor:
         """Return the (N, F) features and, where searches are skipped, whether there was one."""
         by_memory = [memory_features(output, lm) for output in outputs]
-        inputs = features(place(context), self.frequencies, (lm.features(), lm.top()), by_memory)
+        model = lm.features(), lm.top()
+        inputs = features(place(context), self._beside(model[0]).frequencies, model, by_memory)
         if context.search_mask is None:
             return inputs
         return torch.cat([inputs, context.search_mask[:, None].to(inputs)], 1)
 
     def compute(self, inputs: Tensor, abstains: Tensor, evidence: Tensor | None = None) -> Tensor:
         """Return the network's weights."""
-        count = len(self.gate.feature_names) - self._evidence_count
+        gate, cheap = (here := self._beside(inputs)).gate, here.cheap
+        count = len(gate.feature_names) - self._evidence_count
         own = inputs[:, :count]
         if self._evidence_count:
             zeros = own.new_zeros(len(own), self._evidence_count)
             own = torch.cat([own, zeros if evidence is None else evidence.to(own)], 1)
-        weights = self.gate.weights(own, abstains)
-        if inputs.shape[1] == count or self.cheap is None:
+        weights = gate.weights(own, abstains)
+        if inputs.shape[1] == count or cheap is None:
             return weights
-        return torch.where(inputs[:, count:] > 0, weights, self.cheap.weights(own, abstains))
+        return torch.where(inputs[:, count:] > 0, weights, cheap.weights(own, abstains))
 
     def search_mask(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput | None]) -> Tensor | None:
         """Mark the positions whose predicted gain is worth a search."""
         if self.skip is None or not self.skips_searches:
             return None
         by_memory = [memory_features(output, lm) for output in outputs if output is not None]
-        inputs = features(place(context), self.frequencies, (lm.features(), lm.top()), by_memory)
-        return self.skip.search_mask(inputs, self.fraction)
+        here = self._beside(lm.features())
+        inputs = features(place(context), here.frequencies, (lm.features(), lm.top()), by_memory)
+        assert here.skip is not None
+        return here.skip.search_mask(inputs, self.fraction)
 
 
 def component_slices_of(counts: Iterable[int]) -> list[slice]:

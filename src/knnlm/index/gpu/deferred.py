@@ -24,12 +24,14 @@ class DeferredChecks:
         """Keep a flag for later; it is set where something is wrong."""
         self._flags.append(flag.any())
 
+    def flags(self) -> list[Tensor]:
+        """Return one flag for each device: whether any of its flags is set."""
+        devices = {flag.device: flag for flag in self._flags}
+        return [torch.stack([flag for flag in self._flags if flag.device == device]).any() for device in devices]
+
     def any_failed(self) -> bool:
         """Whether any flag is set; waits for the device."""
-        devices = {flag.device for flag in self._flags}
-        return any(
-            bool(torch.stack([flag for flag in self._flags if flag.device == device]).any()) for device in devices
-        )
+        return any(bool(flag) for flag in self.flags())
 
 
 _checks: ContextVar[DeferredChecks | None] = ContextVar("checks", default=None)
@@ -57,11 +59,9 @@ def is_deferred(tensor: Tensor) -> bool:
 
 
 def check_flag(flag: Tensor) -> bool:
-    """Whether a flag is set anywhere; False while checks are deferred."""
-    if is_capturing(flag):
-        return False
+    """Whether a flag is set anywhere; False while checks are deferred, also into a CUDA graph."""
     checks = _checks.get()
     if checks is None:
-        return bool(flag.any())
+        return not is_capturing(flag) and bool(flag.any())
     checks.add(flag)
     return False

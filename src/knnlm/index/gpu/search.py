@@ -16,7 +16,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from knnlm.errors import ParameterError
 from knnlm.index.base import Neighbours
 from knnlm.index.exact import BruteForceSearch
 from knnlm.index.gpu.deferred import check_flag, is_capturing, is_deferred
@@ -38,6 +37,8 @@ _MIN_EXTRA_GROUPS = 32
 class FusedSearch:
     """Searches keys on a device with the fused kernels."""
 
+    capturable = True
+
     def __init__(self, device_keys: DeviceKeys, *, workspace: int = DEFAULT_WORKSPACE) -> None:
         self.device_keys = device_keys
         self.workspace = workspace  # bytes for the group maxima
@@ -48,10 +49,8 @@ class FusedSearch:
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest of each of (B, D) float32 queries; k is at most the number of keys."""
         size = self._batch_size(len(queries), k)
-        if is_capturing(queries) and min(size, len(queries)) > _MAX_TOPK_QUERIES:
-            raise ParameterError(
-                f"A CUDA graph can contain a search of up to {_MAX_TOPK_QUERIES} queries, not {len(queries)}."
-            )
+        if is_capturing(queries):
+            size = min(size, _MAX_TOPK_QUERIES)  # more are selected by a threshold, which is read from the device
         captured: list[Tensor] = []
         batches = [self._search(batch, k, captured) for batch in queries.split(size)]
         if captured:
@@ -89,7 +88,7 @@ class FusedSearch:
         unproven = limit >= bound
         if is_capturing(queries):
             captured.append(unproven)  # can be read after the graph is replayed
-        elif check_flag(unproven):
+        if check_flag(unproven):
             rows = unproven.nonzero()[:, 0]
             self._prove(nearest, rows, queries=prepared.exact, maxima=maxima, bound=bound, pairs=shape.pairs)
         # A query that is not finite, or whose distances overflow, has no neighbours.

@@ -1,0 +1,230 @@
+"""Steps of generation that are replayed: a stand-in for CUDA graphs runs the captured step again on its own tensors.
+
+benchmarks/check_gpu.py does the same with CUDA graphs on a GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.pairs import pair_lm, pairs
+from helpers.stores import documents
+from knnlm.errors import KnnlmWarning
+from knnlm.generation import step_graph
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.generation.seq2seq import KnnForSeq2SeqLM
+from knnlm.generation.step_graph import MAX_GRAPHS, WARM_STEPS, capturable, step_graphs
+from knnlm.index.gpu.deferred import check_flag, defer_checks
+from knnlm.ingest.build import build
+from knnlm.memories.base import LM_LOGITS, Context, Positions
+from knnlm.memories.voting import VoteParams
+from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.weights import GatedWeights, equal_weights, multiply_odds
+
+STORED, VALID = pairs(40), pairs(30, start=50)
+SOURCES = [each.source_text or "" for each in pairs(5, start=90)]
+
+
+class Replays:
+    """Counts what is captured and replayed."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def capture(self, step):
+        output, flags = step()
+        self.captured += 1
+
+        def replay():
+            self.replayed += 1
+            again, again_flags = step()
+            for written, value in zip([output, *flags], [again, *again_flags], strict=True):
+                written.copy_(value)
+
+        for written in (output, *flags):  # what a capture writes before the first replay is undefined
+            written.fill_(True if written.dtype == torch.bool else torch.nan)
+        return (output, flags), replay
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    made = Replays()
+    monkeypatch.setattr(step_graph, "capture_graph", made.capture)
+    monkeypatch.setattr(step_graph, "capturable", lambda mixture, _: not mixture.layer.stateful)
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair_store(tmp_path_factory):
+    lm = pair_lm("marian")
+    return lm, build(STORED, tmp_path_factory.mktemp("graph") / "pairs.store", lm=lm).path
+
+
+@pytest.fixture(scope="module")
+def gated(pair_store):
+    lm, path = pair_store
+    mixture = Mixture.open(path, lm, use_tuned=False)
+    mixture.tune(VALID)
+    assert isinstance(mixture.weights, GatedWeights)
+    return mixture
+
+
+def generate(mixture, **settings):
+    """Tokens, and the log-probabilities of every step."""
+    model = KnnForSeq2SeqLM(mixture)
+    sources = mixture.lm.pad_sources(mixture.lm.encode_sources(SOURCES))
+    given = {"max_new_tokens": 12, "min_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
+    written = model.generate(**sources, **{**given, **settings})
+    return written.sequences, torch.stack(written.logits)
+
+
+def plain(mixture, monkeypatch, **settings):
+    """The same without graphs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(step_graph, "capturable", lambda *_: False)
+        return generate(mixture, **settings)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_replayed_steps_of_a_gate_are_those_without_a_graph(gated, replays, monkeypatch, beams):
+    expected = plain(gated, monkeypatch, num_beams=beams)
+    tokens, logits = generate(gated, num_beams=beams)
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(logits, expected[1])
+    assert replays.captured == 1
+    assert replays.replayed == 12 - WARM_STEPS
+
+
+def test_replayed_steps_of_a_decoder_with_one_weight_are_those_without_a_graph(lm, tmp_path, replays, monkeypatch):
+    store = build(documents(8), tmp_path / "docs.store", lm=lm)
+    mixture = Mixture.open(store, lm, k=9, lmbda=0.6)
+    ids = torch.tensor([lm.prompt("the quick brown")])
+    model = KnnForCausalLM(mixture)
+    replayed = model.generate(ids, max_new_tokens=9, do_sample=False)
+    assert replays.replayed == 9 - WARM_STEPS
+    monkeypatch.setattr(step_graph, "capturable", lambda *_: False)
+    assert torch.equal(replayed, model.generate(ids, max_new_tokens=9, do_sample=False))
+
+
+def test_other_weights_and_settings_are_captured_again(pair_store, gated, replays, monkeypatch):
+    lm, path = pair_store
+    mixture = Mixture.open(path, lm, use_tuned=False, k=4, lmbda=0.2)
+    generate(mixture)
+    for number, change in enumerate(("weights", "settings", "odds"), 2):
+        if change == "weights":
+            mixture.weights = equal_weights(mixture.memories, 0.9)
+        elif change == "settings":
+            mixture.knn.settings = (VoteParams(1, 100.0),)
+        else:
+            mixture.weights = multiply_odds(mixture.weights, 4.0)
+        expected = plain(mixture, monkeypatch)
+        tokens, logits = generate(mixture)
+        assert torch.equal(tokens, expected[0])
+        torch.testing.assert_close(logits, expected[1])
+        assert replays.captured == number
+
+
+def test_sources_outside_the_domain_are_left_to_the_model_in_replayed_steps(gated, replays, monkeypatch):
+    model = KnnForSeq2SeqLM(gated)
+    outside = torch.tensor([True, False, False, True, False])
+    monkeypatch.setattr(KnnForSeq2SeqLM, "_outside_domain", lambda *_, **__: outside)
+    sources = gated.lm.pad_sources(gated.lm.encode_sources(SOURCES))
+    written = model.generate(**sources, max_new_tokens=9, min_new_tokens=9)
+    assert replays.replayed == 9 - WARM_STEPS
+    alone = gated.lm.model.generate(**sources, max_new_tokens=9, min_new_tokens=9)
+    monkeypatch.undo()
+    mixed = model.generate(**sources, max_new_tokens=9, min_new_tokens=9)
+    for row, left_out in enumerate(outside.tolist()):
+        assert torch.equal(written[row], (alone if left_out else mixed)[row])
+    assert not torch.equal(alone[outside], mixed[outside])
+
+
+def test_step_whose_check_fails_is_computed_without_the_graph(gated, replays, monkeypatch):
+    expected = plain(gated, monkeypatch)
+    search, fails = gated.knn.index.search, []
+
+    def flagged(queries, k):
+        # As an unproven search: wrong neighbours and a flag, unless the flag can be looked at.
+        found = search(queries, k)
+        deferred = not check_flag(torch.tensor(True))
+        fails.append(deferred)
+        return replace(found, ids=torch.zeros_like(found.ids)) if deferred else found
+
+    monkeypatch.setattr(gated.knn.index, "search", flagged)
+    tokens, logits = generate(gated)
+    assert any(fails)
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(logits, expected[1])
+
+
+def test_flags_of_a_replayed_step_are_collected_while_checks_are_deferred(gated, replays, monkeypatch):
+    search = gated.knn.index.search
+    steps = []
+
+    def flagged(queries, k):
+        steps.append(None)
+        check_flag(torch.tensor(len(steps) == 8))
+        return search(queries, k)
+
+    monkeypatch.setattr(gated.knn.index, "search", flagged)
+    with defer_checks() as checks:
+        generate(gated)
+    assert len(steps) > 8
+    assert checks.any_failed()
+
+
+def test_each_shape_has_a_graph_and_their_number_is_limited(gated, replays):
+    graphs = step_graphs(gated)
+    vocabulary, width = gated.lm.vocab_size, gated.lm.width
+
+    def context(rows):
+        states = {gated.knn.source: torch.randn(rows, width), LM_LOGITS: torch.randn(rows, vocabulary)}
+        return Context(states, where=Positions(torch.arange(rows), torch.arange(rows)))
+
+    gated.weights = replace(gated.weights)  # forgets the graphs of other tests
+    for rows in range(1, MAX_GRAPHS + 3):
+        for _ in range(WARM_STEPS + 2):
+            given = context(rows)
+            expected = gated.predict(given, all_components=False).log_probs()
+            torch.testing.assert_close(graphs.predict(given), expected)
+    assert replays.captured == MAX_GRAPHS
+    assert replays.replayed == 2 * MAX_GRAPHS
+
+
+def test_failed_capture_is_reported_once_and_generation_goes_on(pair_store, replays, monkeypatch):
+    lm, path = pair_store
+    mixture = Mixture.open(path, lm, use_tuned=False, k=4, lmbda=0.5)
+    expected = plain(mixture, monkeypatch)
+
+    def refuse(_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(step_graph, "capture_graph", refuse)
+    with pytest.warns(KnnlmWarning, match=r"cannot be captured .*not permitted") as found:
+        tokens, _ = generate(mixture)
+    assert len([each for each in found if each.category is KnnlmWarning]) == 1
+    assert torch.equal(tokens, expected[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KnnlmWarning)
+        assert torch.equal(generate(mixture)[0], expected[0])
+
+
+def test_result_of_a_step_is_not_changed_by_the_next_one(gated, replays):
+    graphs = step_graphs(gated)
+    states = {gated.knn.source: torch.randn(3, gated.lm.width), LM_LOGITS: torch.randn(3, gated.lm.vocab_size)}
+    where = Positions(torch.arange(3), torch.arange(3))
+    for _ in range(WARM_STEPS + 1):
+        first = graphs.predict(Context(states, where=where))
+    kept = first.clone()
+    graphs.predict(Context({source: own + 1 for source, own in states.items()}, where=where))
+    assert torch.equal(first, kept)
+
+
+def test_nothing_is_captured_on_a_cpu_or_where_the_host_decides(gated):
+    states = {gated.knn.source: torch.zeros(1, gated.lm.width), LM_LOGITS: torch.zeros(1, gated.lm.vocab_size)}
+    assert not capturable(gated, Context(states))
+    assert not gated.knn.capturable  # brute force
