@@ -17,12 +17,12 @@ its own domain and of GENERAL:
 - subset: as gated-other, but each sentence searches only the pairs with the nearest sources (--subset).
 - together: all stores at once, tuned as gated-other.
 - fine-tuned: the model after training on the domain's train pairs.
-- ivf-pq: the recipe of knn-transformers, an IVF4096,PQ64 index of FAISS with 32 probes and distances from the codes,
-  with k, τ and λ of vanilla; ivf-pq-1024: the same with k = 1024, τ = 100 and λ = 0.25, its default and its README's.
+- ivf-pq: the recipe of knn-transformers, an IVF4096,PQ64 index of FAISS on the CPU with 32 probes and distances from
+  the codes, with k, τ and λ of vanilla; ivf-pq-1024: with k = 1024, τ = 100 and λ = 0.25, its default and its README's.
 
 Scores are those of sacreBLEU, whose signatures are printed. Times are of the first --timed test sentences of each
 domain in batches of --timed-batch, the systems in turns: a sentence as it is translated, and a step when all write 32
-tokens.
+tokens. On a CPU, stores have the index that `knnlm index` builds; on a GPU they are searched exactly.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -40,13 +41,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 import knnlm
 from knnlm.corpus import Document, read_documents
+from knnlm.datastore.store import Datastore
 from knnlm.evaluation.quality import TextScores, score_translations
 from knnlm.evaluation.tune import Tuning
+from knnlm.index.base import Neighbours
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
@@ -66,7 +68,6 @@ SYSTEMS = (
     "ivf-pq-1024",
 )
 DEFAULT_SYSTEMS = SYSTEMS[:6]
-IVF_PQ = "IVF4096,PQ64"
 Translate = Callable[[Sequence[str]], list[str]]
 Row = dict[str, Any]
 
@@ -169,11 +170,12 @@ class Run:
 
     def qualities_of(self, domain: Corpus) -> Iterator[Row]:
         """Yield the rows of the systems of one domain."""
-        knnlm.build(domain.train, self.store(domain), lm=self.lm).close()
+        self.build(domain)
         mixtures = self.mixtures(domain)
         systems = {name: self.translator(mixture) for name, mixture in mixtures.items()}
-        for name, (index, settings) in self.recipes(mixtures.get("vanilla")).items():
-            systems[name] = BruteForce(self.lm, domain.train, settings, batch=self.options.batch, index=index).translate
+        if "brute-force" in self.options.systems:
+            settings = VoteSettings.of(mixtures["vanilla"])
+            systems["brute-force"] = BruteForce(self.lm, domain.train, settings, batch=self.options.batch).translate
         if "fine-tuned" in self.options.systems:
             systems["fine-tuned"] = self.translator(self.fine_tuned(domain), use_memory=False)
         for name, translate in systems.items():
@@ -182,6 +184,12 @@ class Run:
                     yield self.row(name, domain.name, corpus, translate)
         if self.options.timed:
             self.times += self.times_of(domain, mixtures)
+
+    def build(self, domain: Corpus) -> None:
+        """Build the store of a domain, with an index if it is searched on a CPU."""
+        with closing(knnlm.build(domain.train, self.store(domain), lm=self.lm)) as store:
+            if self.lm.device.type == "cpu":
+                store.build_index()
 
     def mixtures(self, domain: Corpus) -> dict[str, Mixture]:
         """Return the tuned mixtures of a domain's store."""
@@ -201,24 +209,27 @@ class Run:
                 made[name] = self.opened(domain, subset)
                 tuned = made[name].tune(domain.valid, other=self.general.valid, quality=self.options.quality)
                 print(f"{domain.name}, {name}: {odds_of(tuned)}", flush=True)
-        return made
+        return made | self.recipes(domain, made.get("vanilla"))
 
     def opened(self, domain: Corpus, subset: int | None = None) -> Mixture:
         """Return a mixture of a domain's store that is not tuned."""
         config = MixtureOptions(subset=subset)
         return Mixture.open(self.store(domain), self.lm, memories="knn", use_tuned=False, options=config)
 
-    def recipes(self, vanilla: Mixture | None) -> dict[str, tuple[str | None, VoteSettings]]:
-        """Return the index and the settings of the systems that are computed from the formula."""
-        if vanilla is None or vanilla.knn is None or vanilla.lmbda is None:
+    def recipes(self, domain: Corpus, vanilla: Mixture | None) -> dict[str, Mixture]:
+        """Return the mixtures that search the usual index of other implementations."""
+        names = [name for name in ("ivf-pq", "ivf-pq-1024") if name in self.options.systems]
+        if not names or vanilla is None or vanilla.knn is None:
             return {}
-        tuned = VoteSettings(vanilla.knn.k, vanilla.knn.knn_temperature, vanilla.lmbda)
-        every = {
-            "brute-force": (None, tuned),
-            "ivf-pq": (IVF_PQ, tuned),
-            "ivf-pq-1024": (IVF_PQ, VoteSettings(1024, 100.0, 0.25)),
-        }
-        return {name: own for name, own in every.items() if name in self.options.systems}
+        made: dict[str, Mixture] = {}
+        index = UsualIndex(vanilla.knn.store)
+        for name in names:
+            settings = VoteSettings(1024, 100.0, 0.25) if name == "ivf-pq-1024" else VoteSettings.of(vanilla)
+            made[name] = Mixture.open(self.store(domain), self.lm, memories="knn", use_tuned=False, **vars(settings))
+            knn = made[name].knn
+            assert knn is not None
+            knn.index = index
+        return made
 
     def together(self) -> Mixture:
         """Return the mixture of all stores, tuned on the valid pairs of all domains, beside general ones."""
@@ -316,6 +327,31 @@ class VoteSettings:
     knn_temperature: float
     lmbda: float
 
+    @classmethod
+    def of(cls, mixture: Mixture) -> VoteSettings:
+        """Return the settings of a mixture with one λ."""
+        assert mixture.knn is not None
+        assert mixture.lmbda is not None
+        return cls(mixture.knn.k, mixture.knn.knn_temperature, mixture.lmbda)
+
+
+class UsualIndex:
+    """The usual FAISS index of kNN-LM implementations, over the keys of a store."""
+
+    metric = "l2"
+
+    def __init__(self, store: Datastore, spec: str | None = None) -> None:
+        from baselines import USUAL_SPEC, usual_index  # FAISS is not on every machine that translates
+
+        keys = np.concatenate([keys.numpy() for _, keys in store.chunks(1 << 16)])
+        self.index = usual_index(keys, spec or USUAL_SPEC).index
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Return the k nearest of each of (N, D) queries, by the distances of their codes."""
+        distances, nearest = (torch.from_numpy(found) for found in self.index.search(queries.cpu().float().numpy(), k))
+        distances = distances.masked_fill(nearest < 0, torch.inf)
+        return Neighbours(nearest.to(queries.device), distances.to(queries.device))
+
 
 class BruteForce:
     """Greedy kNN-MT from the formula: every key is compared at every step, without the library's search or votes.
@@ -324,15 +360,7 @@ class BruteForce:
     last decoder layer's first FFN matrix, read with plain hooks.
     """
 
-    def __init__(
-        self,
-        lm: Seq2SeqLM,
-        pairs: Sequence[Document],
-        settings: VoteSettings,
-        *,
-        batch: int,
-        index: str | None = None,  # of FAISS; None: every key is compared
-    ) -> None:
+    def __init__(self, lm: Seq2SeqLM, pairs: Sequence[Document], settings: VoteSettings, *, batch: int) -> None:
         self.lm, self.settings, self.batch = lm, settings, batch
         self.model: Any = self.lm.model
         self.tokenizer: Any = self.lm.tokenizer
@@ -342,7 +370,6 @@ class BruteForce:
         keys, values = zip(*self._read(pairs), strict=True)
         self.keys = torch.cat(keys).half().float()  # rounded, as they are stored
         self.values, self.squares = torch.cat(values), self.keys.square().sum(1)
-        self.index = None if index is None else faiss_index(self.keys.cpu().numpy(), index)
 
     def _capture(self, keys: Tensor) -> None:
         self.captured[:] = [keys]  # the last ones alone: other systems run the same model
@@ -404,19 +431,9 @@ class BruteForce:
 
     def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the (B, k) distances and numbers of the nearest keys."""
-        if self.index is not None:
-            distances, nearest = self.index.search(queries.cpu().numpy(), k)  # -1 and a huge distance: none was found
-            return torch.from_numpy(distances).to(queries.device), torch.from_numpy(nearest).to(queries.device)
         every = self.squares - 2 * queries @ self.keys.T + queries.square().sum(1)[:, None]
         found = every.topk(k, largest=False)
         return found.values, found.indices
-
-
-def faiss_index(keys: NDArray[np.float32], spec: str) -> Any:
-    """Return a FAISS index of keys."""
-    from baselines import usual_index  # FAISS is not on every machine that translates
-
-    return usual_index(keys, spec).index
 
 
 def show(rows: Sequence[Row], times: Sequence[Row]) -> None:

@@ -87,7 +87,8 @@ def test_brute_force_equals_numpy(tmp_path):
     expected_texts = vanilla.translate(sources, max_new_tokens=translation.NEW_TOKENS)
     assert brute_force.translate(sources) == expected_texts
     # One list whose keys are stored whole: FAISS finds the same neighbours.
-    assert translation.BruteForce(lm, stored, settings, batch=3, index="IVF1,Flat").translate(sources) == expected_texts
+    vanilla.knn.index = translation.UsualIndex(vanilla.knn.store, "IVF1,Flat")
+    assert vanilla.translate(sources, max_new_tokens=translation.NEW_TOKENS) == expected_texts
 
 
 @pytest.fixture

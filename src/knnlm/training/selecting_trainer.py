@@ -182,10 +182,12 @@ class SelectingTrainer(DecoderTrainer):
     @torch.no_grad()
     def _interpolate(self) -> None:
         """Set the weights to the point with the smallest loss between the initial and the best ones."""
-        self.interpolations = []
-        for share in (*INTERPOLATIONS, 1.0):
+        initial, *tried = self._trials
+        between = []
+        for share in INTERPOLATIONS:
             self._set_between(share)
-            self.interpolations.append((share, self._evaluate(0)[0]["loss"]))
+            between.append((share, self._evaluate(0)[0]["loss"]))
+        self.interpolations = [(0.0, initial.loss), *between, (1.0, min(trial.loss for trial in tried))]
         self._set_between(min(self.interpolations, key=lambda tried: tried[1])[0])
 
     @torch.no_grad()

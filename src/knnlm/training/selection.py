@@ -19,7 +19,7 @@ from typing import Any
 
 FIRST = 0.5  # epochs for which all rates are tried
 COOLDOWN = 0.2  # of the steps before it
-INTERPOLATIONS = (0.0, 0.25, 0.5, 0.7, 0.85)  # shares of the trained weights beside the initial ones, besides 1
+INTERPOLATIONS = (0.25, 0.5, 0.7, 0.85)  # shares of the trained weights beside the initial ones, besides 0 and 1
 
 
 @dataclass(frozen=True)
