@@ -322,7 +322,7 @@ class Checks:
                     mixture.tune(pairs(60, start=500))
                 model, found = KnnForSeq2SeqLM(mixture), []
                 for captures in (True, False):
-                    step_graph.WARM_STEPS = 2 if captures else 1 << 30
+                    step_graph.WARM_RUNS = 2 if captures else 1 << 30
                     for beams in (1, 3):
                         written = model.generate(
                             **lm.pad_sources(sources),
@@ -339,7 +339,7 @@ class Checks:
                 for (tokens, logits), (right, expected) in zip(found[:2], found[2:], strict=True):
                     assert torch.equal(tokens, right)
                     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        step_graph.WARM_STEPS = 2
+        step_graph.WARM_RUNS = 2
         assert replays == 4, f"{replays} of 4 steps were captured"
         return f"{replays} graphs"
 

@@ -46,7 +46,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = parser_for(__doc__)
     parser.add_argument("--layers", type=int, help="blocks of the decoders (default: all)")
-    parser.add_argument("--grid", default=GRID, help="epochs:learning rate, with commas")
+    parser.add_argument("--grid", default=GRID, help="epochs:learning rate, with commas; empty: none")
     parser.add_argument("--epochs", type=int, default=3, help="of the selection, at most")
     parser.add_argument("--json", type=Path, help="also write the rows into this file")
     return parser.parse_args()
@@ -71,7 +71,7 @@ class Study:
         }
         self.add("model", lm)
         initial = open_initial_model(options.model, like=lm, layers=options.layers)
-        for point in options.grid.split(","):
+        for point in filter(None, options.grid.split(",")):
             epochs, rate = point.split(":")
             self.train(initial, f"{epochs} × {float(rate):g}", epochs=int(epochs), learning_rate=float(rate))
         self.train(initial, "selected", epochs=options.epochs, select=True)
@@ -121,7 +121,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         others = [row for name, row in own.items() if name != "selected"]
         selected, tokens = own["selected"], own["selected"]["tokens"]
         ratio = selected["test"] / min(row["test"] for row in others)
-        slower = selected["seconds"] / max(row.get("seconds", 0.0) for row in others)
+        slower = selected["seconds"] / (max(row.get("seconds", 0.0) for row in others) or math.nan)
         chosen = selected["chosen"]
         what = f"{chosen['epochs']:g} × {chosen['learning_rate']:g}, {chosen['interpolation']:g}"
         figures = " | ".join(f"{row['test']:.3f}" for row in own.values())

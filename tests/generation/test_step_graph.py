@@ -11,15 +11,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.graphs import Replays
 from helpers.pairs import pair_lm, pairs
 from helpers.stores import documents
 from knnlm.errors import KnnlmWarning
 from knnlm.generation import step_graph
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM
-from knnlm.generation.step_graph import MAX_GRAPHS, WARM_STEPS, capturable, step_graphs
+from knnlm.generation.step_graph import MAX_GRAPHS, capturable, step_graphs
 from knnlm.index.gpu.deferred import check_flag, defer_checks
 from knnlm.ingest.build import build
+from knnlm.lm.cuda_graph import WARM_RUNS
 from knnlm.memories.base import LM_LOGITS, Context, Positions
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.mixture import Mixture
@@ -27,27 +29,6 @@ from knnlm.mixture.weights import GatedWeights, equal_weights, multiply_odds
 
 STORED, VALID = pairs(40), pairs(30, start=50)
 SOURCES = [each.source_text or "" for each in pairs(5, start=90)]
-
-
-class Replays:
-    """Counts what is captured and replayed."""
-
-    def __init__(self) -> None:
-        self.captured = self.replayed = 0
-
-    def capture(self, step):
-        output, flags = step()
-        self.captured += 1
-
-        def replay():
-            self.replayed += 1
-            again, again_flags = step()
-            for written, value in zip([output, *flags], [again, *again_flags], strict=True):
-                written.copy_(value)
-
-        for written in (output, *flags):  # what a capture writes before the first replay is undefined
-            written.fill_(True if written.dtype == torch.bool else torch.nan)
-        return (output, flags), replay
 
 
 @pytest.fixture
@@ -96,7 +77,7 @@ def test_replayed_steps_of_a_gate_are_those_without_a_graph(gated, replays, monk
     assert torch.equal(tokens, expected[0])
     torch.testing.assert_close(logits, expected[1])
     assert replays.captured == 1
-    assert replays.replayed == 12 - WARM_STEPS
+    assert replays.replayed == 12 - WARM_RUNS
 
 
 def test_replayed_steps_of_a_decoder_with_one_weight_are_those_without_a_graph(lm, tmp_path, replays, monkeypatch):
@@ -105,7 +86,7 @@ def test_replayed_steps_of_a_decoder_with_one_weight_are_those_without_a_graph(l
     ids = torch.tensor([lm.prompt("the quick brown")])
     model = KnnForCausalLM(mixture)
     replayed = model.generate(ids, max_new_tokens=9, do_sample=False)
-    assert replays.replayed == 9 - WARM_STEPS
+    assert replays.replayed == 9 - WARM_RUNS
     monkeypatch.setattr(step_graph, "capturable", lambda *_: False)
     assert torch.equal(replayed, model.generate(ids, max_new_tokens=9, do_sample=False))
 
@@ -134,7 +115,7 @@ def test_sources_outside_the_domain_are_left_to_the_model_in_replayed_steps(gate
     monkeypatch.setattr(KnnForSeq2SeqLM, "_outside_domain", lambda *_, **__: outside)
     sources = gated.lm.pad_sources(gated.lm.encode_sources(SOURCES))
     written = model.generate(**sources, max_new_tokens=9, min_new_tokens=9)
-    assert replays.replayed == 9 - WARM_STEPS
+    assert replays.replayed == 9 - WARM_RUNS
     alone = gated.lm.model.generate(**sources, max_new_tokens=9, min_new_tokens=9)
     monkeypatch.undo()
     mixed = model.generate(**sources, max_new_tokens=9, min_new_tokens=9)
@@ -187,7 +168,7 @@ def test_each_shape_has_a_graph_and_their_number_is_limited(gated, replays):
 
     gated.weights = replace(gated.weights)  # forgets the graphs of other tests
     for rows in range(1, MAX_GRAPHS + 3):
-        for _ in range(WARM_STEPS + 2):
+        for _ in range(WARM_RUNS + 2):
             given = context(rows)
             expected = gated.predict(given, all_components=False).log_probs()
             torch.testing.assert_close(graphs.predict(given), expected)
@@ -217,7 +198,7 @@ def test_result_of_a_step_is_not_changed_by_the_next_one(gated, replays):
     graphs = step_graphs(gated)
     states = {gated.knn.source: torch.randn(3, gated.lm.width), LM_LOGITS: torch.randn(3, gated.lm.vocab_size)}
     where = Positions(torch.arange(3), torch.arange(3))
-    for _ in range(WARM_STEPS + 1):
+    for _ in range(WARM_RUNS + 1):
         first = graphs.predict(Context(states, where=where))
     kept = first.clone()
     graphs.predict(Context({source: own + 1 for source, own in states.items()}, where=where))

@@ -25,7 +25,7 @@ from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder_pass import DecoderPass
 from knnlm.training.decoder_trainer import DecoderConfig, DecoderTrainer
 from knnlm.training.initial_model import open_initial_model
-from knnlm.training.trainer import LossCurve, Losses, read_curve
+from knnlm.training.trainer import LossCurve, read_curve
 
 QUICK = {"epochs": 2, "batch_tokens": 256, "learning_rate": 1e-3, "context": 64, "device": "cpu"}
 PACKED = {**QUICK, "packed": True}
@@ -354,15 +354,17 @@ def test_memory_for_less_than_one_window_is_a_clear_error(store, initial, tmp_pa
 
 def diverge(monkeypatch, steps, *, times=1):
     """Make the loss of some steps infinite or NaN until the training went back this many times."""
-    original = DecoderTrainer._losses
+    original = DecoderTrainer._accumulate
 
     def diverging(self, *args):
-        found = original(self, *args)
-        if torch.is_grad_enabled() and self.state.step in steps and self.state.divergences < times:
-            return Losses(found.total * float("nan"), *found[1:])
-        return found
+        sums = original(self, *args)
+        if self.state.step in steps and self.state.divergences < times:
+            sums[0] = torch.nan
+            for weight in self._trained.values():
+                weight.grad.fill_(torch.nan)
+        return sums
 
-    monkeypatch.setattr(DecoderTrainer, "_losses", diverging)
+    monkeypatch.setattr(DecoderTrainer, "_accumulate", diverging)
 
 
 def test_divergence_goes_back_to_the_checkpoint_with_half_the_rate(store, initial, tmp_path, monkeypatch):

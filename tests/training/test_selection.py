@@ -40,14 +40,27 @@ def test_every_rate_is_tried_for_half_an_epoch():
 
 
 def test_best_rate_goes_on_until_an_epoch_does_not_help():
-    first = [(2e-3, 0.5, 5.0), (1e-3, 0.5, 4.5), (4e-3, 0.5, 6.0)]
-    assert next_piece(RATES, 3, trials(*first)) == Piece(1e-3, 0.5, 1.0)
-    assert next_piece(RATES, 3, trials(*first, (1e-3, 1.0, 4.0))) == Piece(1e-3, 1.0, 2.0)
-    assert next_piece(RATES, 3, trials(*first, (1e-3, 1.0, 4.5))) is None
-    assert next_piece(RATES, 1, trials(*first, (1e-3, 1.0, 4.0))) is None
-    assert next_piece(RATES, 3, trials(*first, (1e-3, 1.0, 4.0), (1e-3, 2.0, 4.1))) is None
-    assert next_piece(RATES, 3, trials(*first, (1e-3, 1.0, 4.0), (1e-3, 2.0, 3.9), (1e-3, 3.0, 3.8))) is None
+    first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 5.0), (4e-3, 0.5, 6.0)]
+    assert next_piece(RATES, 3, trials(*first)) == Piece(2e-3, 0.5, 1.0)
+    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.0))) == Piece(2e-3, 1.0, 2.0)
+    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.5))) is None
+    assert next_piece(RATES, 1, trials(*first, (2e-3, 1.0, 4.0))) is None
+    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.0), (2e-3, 2.0, 4.1))) is None
+    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.0), (2e-3, 2.0, 3.9), (2e-3, 3.0, 3.8))) is None
     assert next_piece(RATES, 3, trials(*((rate, 0.5, math.inf) for rate in RATES))) is None
+
+
+def test_lower_rates_are_tried_while_the_lowest_is_the_best():
+    first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 4.0), (4e-3, 0.5, 6.0)]
+    assert next_piece(RATES, 3, trials(*first)) == Piece(5e-4, 0.0, 0.5)
+    assert next_piece(RATES, 3, trials(*first, (5e-4, 0.5, 4.2))) == Piece(1e-3, 0.5, 1.0)
+    better = [*first, (5e-4, 0.5, 3.8)]
+    assert next_piece(RATES, 3, trials(*better)) == Piece(2.5e-4, 0.0, 0.5)
+    assert next_piece(RATES, 3, trials(*better, (2.5e-4, 0.5, 3.9))) == Piece(5e-4, 0.5, 1.0)
+    assert next_piece(RATES, 3, trials(*better, (2.5e-4, 0.5, 3.7))) == Piece(2.5e-4, 0.5, 1.0)  # no third one
+    lowest = [*better, (2.5e-4, 0.5, 3.7)]
+    assert next_piece(RATES, 3, trials(*lowest, (2.5e-4, 1.0, 3.6))) == Piece(2.5e-4, 1.0, 2.0)
+    assert next_piece(RATES, 3, trials(*lowest, (2.5e-4, 1.0, 3.7))) is None
 
 
 @given(st.integers(1, 300), st.integers(0, 40), st.integers(0, 500))

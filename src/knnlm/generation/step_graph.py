@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -21,14 +21,12 @@ from torch import Tensor
 
 from knnlm.errors import KnnlmWarning
 from knnlm.index.gpu.deferred import check_flag, defer_checks
+from knnlm.lm.cuda_graph import WARM_RUNS, CapturedGraph, capture_graph
 from knnlm.memories.base import LM_LOGITS, Context, Positions
 from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.mixture import Mixture
 
-WARM_STEPS = 2  # without a graph, for each shape: they fill the caches that a graph reads, and compile kernels
 MAX_GRAPHS = 8  # of different shapes
-
-Step = Callable[[], tuple[Tensor, list[Tensor]]]  # returns log-probabilities and flags, see `DeferredChecks.flags`
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,10 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph, the tensors that it reads, and those that it writes."""
+    """A graph, and the tensors that it reads; it writes log-probabilities (N, V) and flags of checks."""
 
     inputs: _Inputs
-    output: Tensor  # (N, V)
-    flags: list[Tensor]
-    replay: Callable[[], None]
+    graph: CapturedGraph
 
 
 class StepGraphs:
@@ -91,10 +87,11 @@ class StepGraphs:
             return _predict(mixture, inputs)
         for name, tensor in captured.inputs.tensors.items():
             tensor.copy_(inputs.tensors[name])
-        captured.replay()
-        if any(check_flag(flag) for flag in captured.flags):
+        captured.graph.replay()
+        output, *flags = captured.graph.written
+        if any(check_flag(flag) for flag in flags):
             return _predict(mixture, inputs)
-        return captured.output.clone()
+        return output.clone()
 
     def _captured(self, mixture: Mixture, inputs: _Inputs) -> _Captured | None:
         """Return the graph of such inputs, captured now if enough such steps were taken; None: there is none yet."""
@@ -108,7 +105,7 @@ class StepGraphs:
         shape = inputs.shape
         if shape not in self._graphs:
             self._steps[shape] += 1
-            if self._steps[shape] <= WARM_STEPS or len(self._graphs) >= MAX_GRAPHS:
+            if self._steps[shape] <= WARM_RUNS or len(self._graphs) >= MAX_GRAPHS:
                 return None
             try:
                 self._graphs[shape] = _capture(mixture, inputs.copies())
@@ -155,23 +152,8 @@ def _predict(mixture: Mixture, inputs: _Inputs) -> Tensor:
 def _capture(mixture: Mixture, inputs: _Inputs) -> _Captured:
     """Capture a step that reads these tensors."""
 
-    def step() -> tuple[Tensor, list[Tensor]]:
+    def step() -> list[Tensor]:
         with torch.no_grad(), defer_checks() as checks:
-            return _predict(mixture, inputs), checks.flags()
+            return [_predict(mixture, inputs), *checks.flags()]
 
-    (output, flags), replay = capture_graph(step)
-    return _Captured(inputs, output, flags, replay)
-
-
-def capture_graph(step: Step) -> tuple[tuple[Tensor, list[Tensor]], Callable[[], None]]:
-    """Capture the kernels of a step, and return the tensors that they write and a function that runs them."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
-        try:
-            written = step()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return written, graph.replay
+    return _Captured(inputs, capture_graph(step))

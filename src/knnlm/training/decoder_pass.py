@@ -3,27 +3,35 @@
 In bfloat16 the model computes with a copy of its weights in half precision; the weights that are trained, and the sums
 of gradients, are in float32. A model that cannot do this runs with torch's autocast. Which way a model takes is decided
 by what it computes, not by its name.
+
+Loss and gradients of a step are some thousand kernels. With the few tokens of a step on a small text, launching them
+takes several times as long as running them, so that steps of one shape are captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from knnlm.errors import KnnlmWarning
 from knnlm.lm.causal import dynamic_shape_attention, eval_mode
 from knnlm.lm.compile import compiled_blocks
+from knnlm.lm.cuda_graph import WARM_RUNS, CapturedGraph, capture_graph
 from knnlm.training.data import TrainingBatch
 from knnlm.training.head_loss import RowPass, default_row_pass, head_loss
 from knnlm.training.initial_model import layer_list
 from knnlm.training.packed_attention import (
     MASK,
     VARLEN,
+    boundaries,
     choose_attention,
     packed_attention,
     packed_inputs,
@@ -34,13 +42,53 @@ from knnlm.training.trainer import Goal, Losses, distillation_loss
 
 _PROBE = 8  # tokens
 _LENGTH_MULTIPLE = 128  # of the longest window; a block of the kernel
+_MAX_GRAPHS = 4  # of different shapes
+
+Part = tuple[TrainingBatch, SparseTargets | None]
+
+
+class PassInputs(NamedTuple):
+    """What a pass reads, all on one device."""
+
+    ids: Tensor  # (B, T)
+    targets: Tensor  # (B·T,)
+    position_ids: Tensor | None  # (B, T) of packed rows
+    starts: Tensor | None  # where windows begin, see `boundaries`
+    positions: Tensor | float  # that the losses are divided by
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All but the number of positions."""
+        return [tensor for tensor in self[:4] if tensor is not None]
+
+    @property
+    def shape(self) -> Hashable:
+        """Equal for inputs that one graph can read."""
+        return tuple(None if tensor is None else tensor.shape for tensor in self[:4])
+
+    def copy_to(self, device: torch.device) -> PassInputs:
+        """Return the same in tensors of their own."""
+        copies: Any = [None if tensor is None else tensor.to(device, copy=True) for tensor in self[:4]]
+        positions = torch.full((), float(self.positions), device=device)
+        return PassInputs(copies[0], copies[1], copies[2], copies[3], positions)
 
 
 class DecoderPass:
     """A model on its device, and how its losses and gradients are computed."""
 
-    def __init__(self, model: PreTrainedModel, *, precision: str, row_length: int | None, longest: int) -> None:
-        """Take a model in float32. `row_length` is that of packed rows, None: rows are padded windows."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        precision: str,
+        row_length: int | None,
+        longest: int,
+        captures: bool | None = None,
+    ) -> None:
+        """Take a model in float32. `row_length` is that of packed rows, None: rows are padded windows.
+
+        `captures` is whether steps over packed rows are captured as CUDA graphs; None: on a GPU.
+        """
         self.model, self.device = model, model.device
         self.attention = None if row_length is None else choose_attention(model, row_length, precision=precision)
         is_masked = self.attention == VARLEN and row_length is not None and supports_packing(model, row_length, MASK)
@@ -56,6 +104,9 @@ class DecoderPass:
         if self.attention == VARLEN and not self._runs(VARLEN):
             self.attention = MASK if is_masked else None  # found in float32: half precision is too coarse
         self._row_pass: RowPass | None = None
+        captures = self.device.type == "cuda" if captures is None else captures
+        # Where dropout is drawn, every step is to have its own seed.
+        self._graphs = PassGraphs(self) if captures and self.is_packed and not has_dropout(model) else None
 
     @property
     def is_packed(self) -> bool:
@@ -64,13 +115,49 @@ class DecoderPass:
 
     def losses(self, batch: TrainingBatch, sparse: SparseTargets | None, *, beta: float, positions: int) -> Losses:
         """Return the losses of a batch, divided by this number of positions."""
-        ids, targets = self._to_device(batch.ids), self._to_device(batch.targets)
+        given = self._host_inputs(batch, positions)
+        return self._losses(PassInputs(*map(self._to_device, given)), sparse, beta)
+
+    @property
+    def has_fixed_shape(self) -> bool:
+        """Whether all steps should have the same number of rows."""
+        return self._graphs is not None
+
+    def gradients(self, parts: Sequence[Part], *, beta: float, positions: int) -> Tensor:
+        """Compute the gradients of a step at the float32 weights, and return the (4,) sums of its losses.
+
+        The step is read in parts; its losses are divided by this number of positions.
+        """
+        if self._graphs is not None and len(parts) == 1 and parts[0][1] is None:
+            found = self._graphs.run(self._host_inputs(parts[0][0], positions))
+            if found is not None:
+                return found
+        self.load()
+        sums = []
+        for batch, sparse in parts:
+            sums.append(self._add_gradients(self.losses(batch, sparse, beta=beta, positions=positions)))
+        return torch.stack(sums).sum(0)
+
+    def _add_gradients(self, losses: Losses) -> Tensor:
+        """Add the gradients of losses to those of the float32 weights, and return the (4,) losses."""
+        losses.total.backward()
+        self.collect()
+        return torch.stack([loss.detach().float() for loss in losses])
+
+    def _host_inputs(self, batch: TrainingBatch, positions: int) -> PassInputs:
+        starts = None
+        if batch.position_ids is not None and self.attention == VARLEN:
+            starts = boundaries(batch.position_ids)
+            starts = starts.pin_memory() if self.device.type == "cuda" else starts
+        return PassInputs(batch.ids, batch.targets, batch.position_ids, starts, positions)
+
+    def _losses(self, given: PassInputs, sparse: SparseTargets | None, beta: float) -> Losses:
+        targets = given.targets
         found = (None, None) if sparse is None else (self._to_device(sparse.ids), self._to_device(sparse.probs))
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-        if batch.position_ids is not None:
-            assert self.attention is not None
-            inputs |= packed_inputs(batch.position_ids, self._longest, self.attention, self.device)
-        options: dict[str, Any] = {"beta": beta, "positions": positions}
+        inputs: dict[str, Any] = {"input_ids": given.ids, "use_cache": False}
+        if given.position_ids is not None:
+            inputs |= packed_inputs(given.position_ids, given.starts, self._longest)
+        options: dict[str, Any] = {"beta": beta, "positions": given.positions}
         with self._kernels(), self._autocast():
             # Padding is on the right, so no mask is needed, and attention can use its fastest kernel.
             if self._head is None:
@@ -110,6 +197,7 @@ class DecoderPass:
 
     def finish(self) -> PreTrainedModel:
         """Return the model with the float32 weights; no more passes can be run."""
+        self._graphs = None
         for weight, copy in (*self._copies, *self._fixed):
             copy.data = weight.data
         self._copies, self._fixed = [], []
@@ -151,8 +239,8 @@ class DecoderPass:
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocasts else nullcontext()
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
+    def _to_device(self, value: Any) -> Any:
+        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _use_half_precision(self) -> None:
         """Let the model compute in half precision, with the float32 weights beside it, if it can."""
@@ -173,10 +261,11 @@ class DecoderPass:
     def _runs(self, attention: str | None) -> bool:
         """Whether a pass with gradients works."""
         ids = torch.full((1, _PROBE), 3, device=self.device)
-        positions = torch.arange(_PROBE)[None]
+        positions = torch.arange(_PROBE, device=self.device)[None]
         try:
             with eval_mode(self.model), packed_attention(self.model, attention), self._autocast():
-                inputs = {} if attention is None else packed_inputs(positions, self._longest, attention, self.device)
+                starts = boundaries(positions) if attention == VARLEN else None
+                inputs = {} if attention is None else packed_inputs(positions, starts, self._longest)
                 self.model.base_model(input_ids=ids, use_cache=False, **inputs)[0].float().sum().backward()
         except torch.OutOfMemoryError:
             raise
@@ -185,6 +274,77 @@ class DecoderPass:
         finally:
             self.drop_gradients()
         return True
+
+
+class PassGraphs:
+    """The gradients of steps as CUDA graphs, one for each shape."""
+
+    def __init__(self, passes: DecoderPass) -> None:
+        self._passes = passes
+        self._graphs: dict[Hashable, tuple[PassInputs, CapturedGraph]] = {}
+        self._runs: Counter[Hashable] = Counter()
+        self._works = True
+
+    def run(self, given: PassInputs) -> Tensor | None:
+        """Set the gradients of a step, and return the (4,) sums of its losses; None: without a graph."""
+        shape = given.shape
+        if shape not in self._graphs and not self._capture(given, shape):
+            return None
+        read, graph = self._graphs[shape]
+        for tensor, value in zip(read.tensors, given.tensors, strict=True):
+            tensor.copy_(value, non_blocking=True)
+        assert isinstance(read.positions, Tensor)
+        read.positions.fill_(given.positions)
+        graph.replay()
+        sums, *gradients = graph.written
+        for weight, gradient in zip(self._passes.weights.values(), gradients, strict=True):
+            weight.grad = gradient
+        return sums.clone()  # the graph writes it again at the next step
+
+    def _capture(self, given: PassInputs, shape: Hashable) -> bool:
+        """Whether a step of this shape was captured now: after some steps, and while there are few graphs."""
+        self._runs[shape] += 1
+        if not self._works or self._runs[shape] <= WARM_RUNS or len(self._graphs) >= _MAX_GRAPHS:
+            return False
+        passes, device = self._passes, self._passes.device
+        read = given.copy_to(device)
+
+        def step() -> list[Tensor]:
+            passes.drop_gradients()  # new ones are made, in the memory of the graph
+            passes.load()
+            sums = passes._add_gradients(passes._losses(read, None, 0.0))
+            gradients = [weight.grad for weight in passes.weights.values()]
+            passes.drop_gradients()
+            return [sums, *(gradient for gradient in gradients if gradient is not None)]
+
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the graph has memory of its own
+        try:
+            pool = next((graph.pool for _, graph in self._graphs.values()), None)
+            captured = capture_graph(step, pool=pool)
+            if len(captured.written) != 1 + len(passes.weights):
+                raise RuntimeError("some weights have no gradient")
+        except RuntimeError as error:
+            self._works = False
+            passes.drop_gradients()
+            if not isinstance(error, torch.OutOfMemoryError):
+                warnings.warn(
+                    f"The steps of the training cannot be captured into a CUDA graph ({error}). They are slower "
+                    "without.",
+                    KnnlmWarning,
+                    stacklevel=2,
+                )
+            return False
+        self._graphs[shape] = read, captured
+        return True
+
+
+def has_dropout(model: PreTrainedModel) -> bool:
+    """Whether a model in training draws random numbers."""
+    settings = model.config.get_text_config().to_dict()
+    named = [value for name, value in settings.items() if "drop" in name and isinstance(value, (int, float))]
+    layers = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    return any(value > 0 for value in (*named, *layers))
 
 
 def plain_head(model: PreTrainedModel) -> nn.Linear | None:

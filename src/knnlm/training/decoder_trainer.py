@@ -57,6 +57,7 @@ _MIN_STEPS = 300  # if the text is long enough
 _MIN_BATCH_TOKENS, _MAX_BATCH_TOKENS = 2_048, 16_384  # of the default batch size
 _MAX_PADDED_POSITIONS = 4  # per token on a GPU, where fewer passes are worth more padding
 _MIN_TOKENS_TO_COMPILE = 8_000_000  # trained on in all; below, compilation takes longer than it saves
+_EVALUATED_TOKENS = 16_384  # at once on a GPU, if the batches of the training are smaller
 _PROBE = 128  # tokens of the pass that is timed
 _MIN_PROBES = 100  # passes of that length from which a training is announced
 _LONG = 600.0  # seconds
@@ -382,14 +383,7 @@ class DecoderTrainer:
     def _accumulate(self, parts: Sequence[_Part], count: int) -> Tensor:
         """Compute the gradients of all parts, and return the sums of their losses."""
         torch.manual_seed((self.config.seed * 1_000_003 + self.state.step) % (1 << 63))  # of dropout
-        self._pass.load()
-        sums = []
-        for batch, sparse in parts:
-            losses = self._losses(batch, sparse, count)
-            losses.total.backward()
-            self._pass.collect()
-            sums.append(torch.stack([loss.detach().float() for loss in losses]))
-        return torch.stack(sums).sum(0)
+        return self._pass.gradients(parts, beta=self.config.beta, positions=count)
 
     def _update(self, rate: float) -> None:
         """Take a step of the optimiser."""
@@ -450,8 +444,9 @@ class DecoderTrainer:
 
     def _read_rows(self, rows: Sequence[NDArray[np.int64]]) -> list[TrainingBatch]:
         length, whole = self.batches.row_length(self._batch_tokens), self.batches.rows_per_step(self._batch_tokens)
-        # Compiled blocks are for one number of rows: what is missing is filled with rows that do not count.
-        count = whole if self.config.compile else len(rows)
+        # Compiled blocks and graphs are for one number of rows: what is missing is filled with rows that do not count.
+        fixed = self.config.compile or self._pass.has_fixed_shape
+        count = max(len(rows), whole if fixed else 0)  # more rows are evaluated at once
         batch = self.batches.read_rows(rows, length, count=count)
         size = math.ceil(count / self.config.accumulate)
         return [part for part, _ in split_rows(batch, None, size)]
@@ -463,7 +458,10 @@ class DecoderTrainer:
         if not len(windows):
             return []
         count = count_targets(windows)
-        groups = self.batches.held_out_steps(self._batch_tokens)
+        size = self._batch_tokens
+        if self.batches.packed and self._device.type == "cuda":  # many small passes would wait for Python
+            size = max(size, _EVALUATED_TOKENS)
+        groups = self.batches.held_out_steps(size)
         self._pass.load()
         self.model.eval()
         sums = [

@@ -42,7 +42,7 @@ def head_loss(
     probs: Tensor | None = None,
     *,
     beta: float = 0.0,
-    positions: int | None = None,
+    positions: Tensor | int | None = None,
     rows: int | None = None,
     row_pass: RowPass | None = None,
 ) -> Losses:
@@ -52,7 +52,7 @@ def head_loss(
     `default_row_pass`, for example by a compiled one.
     """
     ids, probs, beta = sparse_targets(targets, ids, probs, beta)
-    divisor = (targets >= 0).sum().clamp(min=1) if positions is None else torch.tensor(positions)
+    divisor = (targets >= 0).sum().clamp(min=1) if positions is None else torch.as_tensor(positions)
     limit = MAX_LOGITS * (_GPU_FACTOR if hidden.is_cuda else 1)
     rows = rows or even_rows(len(hidden), max(1, limit // len(weight)))
     compute = row_pass or default_row_pass(hidden.dtype)

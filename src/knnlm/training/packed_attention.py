@@ -44,12 +44,13 @@ def boundaries(position_ids: Tensor) -> Tensor:
     return pad(starts, (0, _BOUNDARIES_MULTIPLE - len(starts) % _BOUNDARIES_MULTIPLE), value=position_ids.numel())
 
 
-def packed_inputs(position_ids: Tensor, longest: int, attention: str, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a model that reads packed rows; `longest` is the maximal length of a window."""
-    inputs: dict[str, Any] = {"position_ids": position_ids.to(device, non_blocking=True)}
-    if attention == VARLEN:
-        starts = boundaries(position_ids)
-        starts = (starts.pin_memory() if device.type == "cuda" else starts).to(device, non_blocking=True)
+def packed_inputs(position_ids: Tensor, starts: Tensor | None, longest: int) -> dict[str, Any]:
+    """Return the arguments of a model that reads packed rows; `longest` is the maximal length of a window.
+
+    `starts` are the boundaries of windows, for the attention that is given them.
+    """
+    inputs: dict[str, Any] = {"position_ids": position_ids}
+    if starts is not None:
         inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     return inputs
 
@@ -157,11 +158,12 @@ def supports_packing(model: PreTrainedModel, row_length: int, attention: str) ->
     lengths = [row_length - short, short]
     device, vocabulary = model.device, model.config.get_text_config().vocab_size
     ids = (torch.arange(row_length) * 7 + 3).remainder(vocabulary)[None].to(device)
-    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+    position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+    starts = boundaries(position_ids) if attention == VARLEN else None
     try:
         with torch.no_grad(), eval_mode(model):
             alone = [model.base_model(input_ids=part, use_cache=False)[0][0] for part in ids.split(lengths, 1)]
-            inputs = packed_inputs(position_ids, row_length, attention, device)
+            inputs = packed_inputs(position_ids, starts, row_length)
             with packed_attention(model, attention):
                 together = model.base_model(input_ids=ids, use_cache=False, **inputs)[0][0]
         if attention == VARLEN and not (_has_no_dropout(model) and kernel_change(device) <= _MAX_KERNEL_CHANGE):
@@ -176,12 +178,13 @@ def supports_packing(model: PreTrainedModel, row_length: int, attention: str) ->
 
 def _has_no_dropout(model: PreTrainedModel) -> bool:
     """Whether the attention of a model in training has no dropout, which the kernel does not have."""
-    inputs = packed_inputs(torch.zeros(1, 1, dtype=torch.long), 1, VARLEN, model.device)
+    zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    inputs = packed_inputs(zero, boundaries(zero), 1)
     training = model.training
     model.train()
     try:
         with torch.no_grad(), torch.random.fork_rng(_devices(model.device)), packed_attention(model, VARLEN):
-            model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), **inputs)
+            model.base_model(input_ids=zero, **inputs)
     except NotImplementedError:
         return False
     finally:

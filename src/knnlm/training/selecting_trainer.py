@@ -166,7 +166,7 @@ class SelectingTrainer(DecoderTrainer):
         is_best = loss < min([trial.loss for trial in earlier], default=math.inf)
         if is_best:
             _copy(self._best, {name: weight.detach() for name, weight in self._trained.items()})
-        if is_best or (len(earlier) >= len(self._rates) and math.isfinite(loss)):  # the rate that goes on
+        if is_best or (piece.begin and math.isfinite(loss)):  # the rate that goes on
             _copy(self._best_constant, self._before_cooldown)
         state.trials.append(Trial(piece.learning_rate, piece.end, loss).as_dict())
         following = next_piece(self._rates, self.config.epochs, self._trials)

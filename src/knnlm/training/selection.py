@@ -2,9 +2,9 @@
 
 A training with a constant rate, after a warm-up, can end anywhere with a *cooldown*, in which the rate falls to 0
 (Hägele et al. 2024); the loss on held-out text after it is what is compared. First each rate is tried for half an epoch
-and a cooldown. The training with the best rate goes on from where its cooldown began, with a cooldown after each epoch,
-until one is no better than the one before. The result is the best point between the weights of the initial model and
-those after the best cooldown.
+and a cooldown; while the lowest one is the best, half of it is tried too. The training with the best rate goes on from
+where its cooldown began, with a cooldown after each epoch, until one is no better than the one before. The result is
+the best point between the weights of the initial model and those after the best cooldown.
 
 So a training of e epochs takes e epochs at a constant rate, a fifth of the steps so far for each cooldown, and half an
 epoch for each other rate.
@@ -19,6 +19,7 @@ from typing import Any
 
 FIRST = 0.5  # epochs for which all rates are tried
 COOLDOWN = 0.2  # of the steps before it
+MAX_LOWER = 2  # rates that are tried below the given ones
 INTERPOLATIONS = (0.25, 0.5, 0.7, 0.85)  # shares of the trained weights beside the initial ones, besides 0 and 1
 
 
@@ -52,11 +53,15 @@ class Trial:
 def next_piece(rates: Sequence[float], max_epochs: int, trials: Sequence[Trial]) -> Piece | None:
     """Return what is trained next, at a constant rate, before its cooldown; None: the training is finished."""
     tried = [trial for trial in trials if trial.learning_rate is not None]
-    if len(tried) < len(rates):
-        return Piece(rates[len(tried)], 0.0, FIRST)
-    best = min(tried[: len(rates)], key=lambda trial: trial.loss)
+    first = [trial for trial in tried if trial.epochs == FIRST]
+    if len(first) < len(rates):
+        return Piece(rates[len(first)], 0.0, FIRST)
+    best = min(first, key=lambda trial: trial.loss)
     assert best.learning_rate is not None
-    later = [best, *tried[len(rates) :]]
+    lowest = min(trial.learning_rate or math.inf for trial in first)
+    if len(tried) == len(first) < len(rates) + MAX_LOWER and best.learning_rate == lowest and math.isfinite(best.loss):
+        return Piece(lowest / 2, 0.0, FIRST)
+    later = [best, *tried[len(first) :]]
     if not math.isfinite(best.loss) or later[-1].epochs >= max_epochs:
         return None
     if len(later) > 1 and not later[-1].loss < later[-2].loss:

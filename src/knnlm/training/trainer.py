@@ -368,7 +368,7 @@ def distillation_loss(
     probs: Tensor | None = None,
     *,
     beta: float = 0.0,
-    positions: int | None = None,
+    positions: Tensor | int | None = None,
     rows: int | None = None,
 ) -> Losses:
     """Compare (N, V) logits with (N,) next tokens and with (N, m) tokens and probabilities from retrieval.
@@ -377,7 +377,7 @@ def distillation_loss(
     of the sum, for a batch that is part of a larger one; `rows` is how many rows are processed at a time.
     """
     ids, probs, beta = sparse_targets(targets, ids, probs, beta)
-    divisor = (targets >= 0).sum().clamp(min=1) if positions is None else torch.tensor(positions)
+    divisor = (targets >= 0).sum().clamp(min=1) if positions is None else torch.as_tensor(positions)
     rows = rows or max(1, MAX_LOGITS // max(1, logits.shape[1]))
     losses = _Distillation.apply(logits, targets, ids, probs, beta, divisor, rows)  # type: ignore[no-untyped-call]
     return Losses(*losses)

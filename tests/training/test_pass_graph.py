@@ -1,0 +1,146 @@
+"""Steps of a decoder's training that are replayed: a stand-in for CUDA graphs runs the captured step again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from helpers.decoders import losses, weights
+from helpers.graphs import Replays
+from helpers.models import tiny
+from helpers.stores import documents
+from helpers.training import fit_decoder
+from knnlm.errors import KnnlmWarning
+from knnlm.ingest.build import build
+from knnlm.lm.cuda_graph import WARM_RUNS
+from knnlm.lm.windows import WindowShape
+from knnlm.training import decoder, decoder_pass, decoder_trainer
+from knnlm.training.data import TokenStream, TrainingBatches
+from knnlm.training.decoder_pass import DecoderPass, has_dropout
+
+PACKED = {"epochs": 2, "batch_tokens": 256, "learning_rate": 1e-3, "context": 64, "device": "cpu", "packed": True}
+
+
+@pytest.fixture(scope="module")
+def store(lm, tmp_path_factory):
+    return build(documents(10, words=20), tmp_path_factory.mktemp("graph") / "docs.store", lm=lm)
+
+
+@pytest.fixture(autouse=True)
+def _without_plots(monkeypatch):
+    monkeypatch.setattr(decoder, "draw_curve", lambda *_: b"")
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    made = Replays()
+    monkeypatch.setattr(decoder_pass, "capture_graph", made.capture)
+    monkeypatch.setattr(decoder_trainer, "DecoderPass", partial(DecoderPass, captures=True))
+    return made
+
+
+def train_plainly(store, initial, out, monkeypatch, **settings):
+    """Without graphs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_trainer, "DecoderPass", partial(DecoderPass, captures=False))
+        return fit_decoder(store, initial, out, **settings)
+
+
+def check_alike(one, other):
+    """Graphs read rows of padding too, which changes sums by rounding."""
+    for name, weight in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], weight, rtol=1e-3, atol=1e-4)
+    first, second = losses(one), losses(other)
+    assert [line["loss"] for line in first] == pytest.approx([line["loss"] for line in second], rel=1e-4)
+    assert [line["learning_rate"] for line in first] == [line["learning_rate"] for line in second]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_replayed_training_is_that_without_graphs(store, initial, tmp_path, monkeypatch, replays, precision):
+    settings = {**PACKED, "precision": precision, "held_out": 0.2}
+    plain = train_plainly(store, initial, tmp_path / "plain", monkeypatch, **settings)
+    card = fit_decoder(store, initial, tmp_path / "replayed", **settings)
+    assert replays.captured == 1
+    assert replays.replayed == card.steps - WARM_RUNS > 3
+    assert card.steps == plain.steps
+    check_alike(tmp_path / "plain", tmp_path / "replayed")
+    assert [row["loss"] for row in card.held_out] == pytest.approx([row["loss"] for row in plain.held_out], rel=1e-4)
+    assert card.notes == []
+
+
+def test_selected_training_is_that_without_graphs(store, initial, tmp_path, monkeypatch, replays):
+    settings = {**PACKED, "select": True, "held_out": 0.2}
+    plain = train_plainly(store, initial, tmp_path / "plain", monkeypatch, **settings)
+    card = fit_decoder(store, initial, tmp_path / "replayed", **settings)
+    assert replays.replayed > 10
+    assert card.selection["chosen"] == plain.selection["chosen"]
+    check_alike(tmp_path / "plain", tmp_path / "replayed")
+
+
+def test_step_in_several_parts_is_not_captured(store, initial, tmp_path, replays):
+    card = fit_decoder(store, initial, tmp_path / "out", **PACKED, accumulate=2)
+    assert card.steps > WARM_RUNS
+    assert replays.captured == 0
+
+
+def test_graphs_of_few_shapes_are_kept(replays):
+    model = tiny("llama")
+    text = TokenStream.from_documents([[5 + n % 9] * (8 + n % 3) for n in range(80)])
+    batches = TrainingBatches(text, WindowShape(16, 16), start_token=1, held_out=0.0, seed=0, packed=True)
+    passes = DecoderPass(model, precision="float32", row_length=16, longest=16, captures=True)
+    rows = [row for step in batches.steps(0, 64) for row in step]
+    for count in range(1, 7):
+        for turn in range(WARM_RUNS + 2):
+            batch = batches.read_rows(rows[turn : turn + count], 16)
+            found = passes.gradients([(batch, None)], beta=0.0, positions=50 + turn)
+            gradients = [weight.grad.clone() for weight in passes.weights.values()]
+            passes.drop_gradients()
+            expected = passes.losses(batch, None, beta=0.0, positions=50 + turn)
+            expected.total.backward()
+            torch.testing.assert_close(found[0], expected.total.detach())
+            for gradient, weight in zip(gradients, passes.weights.values(), strict=True):
+                torch.testing.assert_close(gradient, weight.grad)
+            passes.drop_gradients()
+    assert replays.captured == decoder_pass._MAX_GRAPHS < 6
+    assert replays.replayed == 2 * replays.captured
+
+
+def test_failed_capture_is_reported_once_and_the_training_goes_on(store, initial, tmp_path, monkeypatch, replays):
+    train_plainly(store, initial, tmp_path / "plain", monkeypatch, **PACKED)
+
+    def refuse(run, **_):
+        run()  # with gradients that must not be used
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(decoder_pass, "capture_graph", refuse)
+    with pytest.warns(KnnlmWarning, match=r"cannot be captured .*not permitted") as found:
+        fit_decoder(store, initial, tmp_path / "out", **PACKED)
+    assert len([each for each in found if each.category is KnnlmWarning]) == 1
+    check_alike(tmp_path / "plain", tmp_path / "out")
+
+
+def test_too_little_memory_for_a_graph_is_no_warning(store, initial, tmp_path, monkeypatch, replays, recwarn):
+    def refuse(_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decoder_pass, "capture_graph", refuse)
+    card = fit_decoder(store, initial, tmp_path / "out", **PACKED)
+    assert card.notes == []
+    assert not [each for each in recwarn if each.category is KnnlmWarning]
+
+
+@pytest.mark.parametrize(("family", "drops"), [("llama", False), ("gpt2", True)])
+def test_model_with_dropout_is_not_captured(family, drops):
+    model = tiny(family)
+    if drops:
+        model.config.resid_pdrop = 0.1
+    assert has_dropout(model) == drops
+    passes = DecoderPass(model, precision="float32", row_length=32, longest=16, captures=True)
+    assert passes.has_fixed_shape != drops
+
+
+def test_nothing_is_captured_on_a_cpu():
+    passes = DecoderPass(tiny("llama"), precision="float32", row_length=32, longest=16)
+    assert not passes.has_fixed_shape
