@@ -1,8 +1,7 @@
 """The passes of a decoder's training: attention over packed rows, precision, loss and compiled blocks.
 
-In bfloat16 the model computes with a copy of its weights in half precision; the weights that are trained, and the sums
-of gradients, are in float32. A model that cannot do this runs with torch's autocast. Which way a model takes is decided
-by what it computes, not by its name.
+In bfloat16 the model runs with torch's autocast: matrices are multiplied in half precision, while weights, their
+gradients and the residual stream are in float32. The logits and their gradients are in half precision.
 
 Loss and gradients of a step are some thousand kernels. With the few tokens of a step on a small text, launching them
 takes several times as long as running them, so that steps of one shape are captured as a CUDA graph.
@@ -95,12 +94,7 @@ class DecoderPass:
         self._longest = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
         self._head = plain_head(model)
         self._half = precision == "bfloat16"
-        self._autocasts = False
-        self._copies: list[tuple[Tensor, Tensor]] = []  # the float32 weights and those that the model computes with
-        self._fixed: list[tuple[Tensor, Tensor]] = []  # the same of weights that are not trained
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        if self._half:
-            self._use_half_precision()
         if self.attention == VARLEN and not self._runs(VARLEN):
             self.attention = MASK if is_masked else None  # found in float32: half precision is too coarse
         self._row_pass: RowPass | None = None
@@ -124,7 +118,7 @@ class DecoderPass:
         return self._graphs is not None
 
     def gradients(self, parts: Sequence[Part], *, beta: float, positions: int) -> Tensor:
-        """Compute the gradients of a step at the float32 weights, and return the (4,) sums of its losses.
+        """Compute the gradients of a step, and return the (4,) sums of its losses.
 
         The step is read in parts; its losses are divided by this number of positions.
         """
@@ -132,17 +126,10 @@ class DecoderPass:
             found = self._graphs.run(self._host_inputs(parts[0][0], positions))
             if found is not None:
                 return found
-        self.load()
         sums = []
         for batch, sparse in parts:
-            sums.append(self._add_gradients(self.losses(batch, sparse, beta=beta, positions=positions)))
+            sums.append(add_gradients(self.losses(batch, sparse, beta=beta, positions=positions)))
         return torch.stack(sums).sum(0)
-
-    def _add_gradients(self, losses: Losses) -> Tensor:
-        """Add the gradients of losses to those of the float32 weights, and return the (4,) losses."""
-        losses.total.backward()
-        self.collect()
-        return torch.stack([loss.detach().float() for loss in losses])
 
     def _host_inputs(self, batch: TrainingBatch, positions: int) -> PassInputs:
         starts = None
@@ -169,39 +156,14 @@ class DecoderPass:
             hidden, self._head.weight, self._head.bias, targets, *found, **options, row_pass=self._row_pass
         )
 
-    def load(self) -> None:
-        """Copy the float32 weights to those that the model computes with."""
-        if self._copies:
-            with torch.no_grad():
-                torch._foreach_copy_([copy for _, copy in self._copies], [weight for weight, _ in self._copies])
-
-    def collect(self) -> None:
-        """Add the gradients of the last backward pass to those of the float32 weights."""
-        into: list[Tensor] = []
-        found: list[Tensor] = []
-        for weight, copy in self._copies:
-            if copy.grad is None:
-                continue
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            into.append(weight.grad)
-            found.append(copy.grad)
-            copy.grad = None
-        if into:
-            torch._foreach_add_(into, found)
-
     def drop_gradients(self) -> None:
         """Forget all gradients, also incomplete ones."""
-        for weight in (*self.weights.values(), *self.model.parameters()):
+        for weight in self.model.parameters():
             weight.grad = None
 
     def finish(self) -> PreTrainedModel:
-        """Return the model with the float32 weights; no more passes can be run."""
+        """Return the model; no more passes can be run."""
         self._graphs = None
-        for weight, copy in (*self._copies, *self._fixed):
-            copy.data = weight.data
-        self._copies, self._fixed = [], []
-        self.model.float()
         return self.model
 
     @contextmanager
@@ -237,26 +199,10 @@ class DecoderPass:
             yield
 
     def _autocast(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16) if self._autocasts else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self._half else nullcontext()
 
     def _to_device(self, value: Any) -> Any:
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-
-    def _use_half_precision(self) -> None:
-        """Let the model compute in half precision, with the float32 weights beside it, if it can."""
-        before = {name: weight.data for name, weight in self.model.named_parameters()}
-        # Not the buffers: the frequencies of rotary positions need their precision.
-        for weight in self.model.parameters():
-            weight.data = weight.data.bfloat16()
-        if not self._runs(None):
-            for name, weight in self.model.named_parameters():
-                weight.data = before[name]
-            self._autocasts = True
-            return
-        own = dict(self.model.named_parameters())
-        self.weights = {name: nn.Parameter(before[name]) for name in self.weights}
-        self._copies = [(weight, own[name]) for name, weight in self.weights.items()]
-        self._fixed = [(before[name], weight) for name, weight in own.items() if name not in self.weights]
 
     def _runs(self, attention: str | None) -> bool:
         """Whether a pass with gradients works."""
@@ -311,8 +257,7 @@ class PassGraphs:
 
         def step() -> list[Tensor]:
             passes.drop_gradients()  # new ones are made, in the memory of the graph
-            passes.load()
-            sums = passes._add_gradients(passes._losses(read, None, 0.0))
+            sums = add_gradients(passes._losses(read, None, 0.0))
             gradients = [weight.grad for weight in passes.weights.values()]
             passes.drop_gradients()
             return [sums, *(gradient for gradient in gradients if gradient is not None)]
@@ -337,6 +282,12 @@ class PassGraphs:
             return False
         self._graphs[shape] = read, captured
         return True
+
+
+def add_gradients(losses: Losses) -> Tensor:
+    """Add the gradients of losses to those of the weights, and return the (4,) losses."""
+    losses.total.backward()
+    return torch.stack([loss.detach().float() for loss in losses])
 
 
 def has_dropout(model: PreTrainedModel) -> bool:

@@ -264,7 +264,6 @@ class DecoderTrainer:
         """Return about how many seconds of training remain, from a pass over the beginning of one window."""
         batch, sparse = self._read(self.batches.steps(0, self._batch_tokens)[0])[0]
         begin = time.perf_counter()
-        self._pass.load()
         short = batch.columns(_PROBE)
         part = None if sparse is None else SparseTargets(*(tensor[: len(short.targets)] for tensor in sparse))
         self._losses(short, part, len(short.targets)).total.backward()
@@ -462,7 +461,6 @@ class DecoderTrainer:
         if self.batches.packed and self._device.type == "cuda":  # many small passes would wait for Python
             size = max(size, _EVALUATED_TOKENS)
         groups = self.batches.held_out_steps(size)
-        self._pass.load()
         self.model.eval()
         sums = [
             own

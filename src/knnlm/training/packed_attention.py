@@ -90,6 +90,9 @@ def varlen_attention(
         reason = ", ".join(unsupported) or ("dropout" if dropout else "no boundaries")
         raise NotImplementedError(f"attention over packed rows: {reason}")
     rows, _, length, _ = query.shape
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as torch's own attention does: rotary positions made float32 of them
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     q, k, v = (tensor.transpose(1, 2).reshape(rows * length, *tensor.shape[1::2]) for tensor in (query, key, value))
     window = kwargs.get("sliding_window")
     call = flash_varlen if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else reference_varlen
