@@ -30,7 +30,7 @@ from knnlm.training.data import TokenStream
 from knnlm.training.initial_model import open_initial_model
 
 HELD_OUT = documents(1, words=60, start=50)[0].text
-QUICK = ("--epochs", 1, "--batch-tokens", 512, "--learning-rate", 0.003)
+QUICK = ("--epochs", 1, "--batch-tokens", 512, "--learning-rate", 0.003, "--no-select")
 
 
 @pytest.fixture(scope="module")

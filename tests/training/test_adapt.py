@@ -38,7 +38,7 @@ from knnlm.training.adapt import MEMORIES, load_adaptation
 from knnlm.training.data import TokenStream
 
 QUICK = {"epochs": 2, "batch_tokens": 512, "learning_rate": 3e-3, "device": "cpu"}
-OPTIONS = ("--epochs", 2, "--batch-tokens", 512, "--learning-rate", 0.003)
+OPTIONS = ("--epochs", 2, "--batch-tokens", 512, "--learning-rate", 0.003, "--no-select")
 TEXT = documents(24)
 
 
@@ -533,7 +533,7 @@ def test_perplexity_is_formatted_without_meaningless_digits(value, words):
 
 def test_selection_is_shown_recorded_and_chosen_on_the_held_out_text(texts, model_folder, capfd):
     out = texts / "out"
-    arguments = ("adapt", texts / "docs", "--out", out, "--model", model_folder, "--select", *OPTIONS)
+    arguments = ("adapt", texts / "docs", "--out", out, "--model", model_folder, *OPTIONS[:-1])
     status, shown, _ = knnlm(capfd, *arguments)
     assert status == 0
     selection = load_card(out / DECODER_FOLDER).selection
@@ -547,7 +547,7 @@ def test_selection_is_shown_recorded_and_chosen_on_the_held_out_text(texts, mode
     best = min(loss for _, loss in selection["interpolations"])
     assert result["fine_tuned"] == pytest.approx(math.exp(best), rel=0.05)  # read in other windows
     decoder = texts / "distilled"
-    flags = ("--into", "decoder", "--out", decoder, "--select", "--lora", 2, "--epochs", 1, "--model", model_folder)
+    flags = ("--into", "decoder", "--out", decoder, "--lora", 2, "--epochs", 1, "--model", model_folder)
     found = json.loads(knnlm(capfd, "distill", out, *flags, "--json")[1])
     assert found["selection"] == load_card(decoder).selection
     assert [trial["learning_rate"] for trial in found["selection"]["trials"][1:4]] == [1e-3, 5e-4, 2e-3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from dataclasses import replace
@@ -15,9 +16,10 @@ from safetensors.torch import load_file
 from helpers.stores import documents
 from knnlm.errors import KnnlmWarning, ParameterError
 from knnlm.training import selecting_trainer
+from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
-from knnlm.training.selection import Piece, Trial, cooldown_steps, next_piece, piece_rates
+from knnlm.training.selection import Piece, Trial, constant_rates, falling_rates, next_piece, planned_epochs
 
 RATES = (2e-3, 1e-3, 4e-3)
 CONFIG = DecoderConfig(select=True, epochs=3, batch_tokens=256, learning_rate=2e-3, context=64)
@@ -36,49 +38,67 @@ def trials(*rows):
 def test_every_rate_is_tried_for_half_an_epoch():
     for count, rate in enumerate(RATES):
         tried = trials(*((earlier, 0.5, 5.0) for earlier in RATES[:count]))
-        assert next_piece(RATES, 3, tried) == Piece(rate, 0.0, 0.5)
+        assert next_piece(RATES, 3, tried) == Piece(rate, 0.0, pytest.approx(1 / 3), 0.5)
 
 
 def test_best_rate_goes_on_until_an_epoch_does_not_help():
     first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 5.0), (4e-3, 0.5, 6.0)]
-    assert next_piece(RATES, 3, trials(*first)) == Piece(2e-3, 0.5, 1.0)
-    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.0))) == Piece(2e-3, 1.0, 2.0)
+    assert next_piece(RATES, 3, trials(*first)) == Piece(2e-3, pytest.approx(1 / 3), pytest.approx(2 / 3), 1)
+    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.0))) == Piece.until(2e-3, 2, after=1)
     assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.5))) is None
     assert next_piece(RATES, 1, trials(*first, (2e-3, 1.0, 4.0))) is None
     assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.0), (2e-3, 2.0, 4.1))) is None
-    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.0), (2e-3, 2.0, 3.9), (2e-3, 3.0, 3.8))) is None
+    better = [*first, (2e-3, 1.0, 4.0), (2e-3, 2.0, 3.9)]
+    assert next_piece(RATES, 3, trials(*better)) == Piece.until(2e-3, 3, after=2)
+    assert next_piece(RATES, 3, trials(*better, (2e-3, 3.0, 3.8))) is None
     assert next_piece(RATES, 3, trials(*((rate, 0.5, math.inf) for rate in RATES))) is None
+
+
+def test_two_rates_that_are_nearly_equal_are_compared_after_an_epoch():
+    first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 4.51), (4e-3, 0.5, 4.515)]
+    once = [*first, (2e-3, 1.0, 4.2)]
+    assert next_piece(RATES, 3, trials(*first)) == Piece.until(2e-3, 1, after=0.5)
+    assert next_piece(RATES, 3, trials(*once)) == Piece.until(1e-3, 1)  # from the beginning
+    assert next_piece(RATES, 3, trials(*once, (1e-3, 1.0, 4.1))) == Piece.until(1e-3, 2, after=1)
+    assert next_piece(RATES, 3, trials(*once, (1e-3, 1.0, 4.3))) == Piece.until(2e-3, 2, after=1)
+    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.6), (1e-3, 1.0, 4.4))) == Piece.until(1e-3, 2, after=1)
+    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.6), (1e-3, 1.0, 4.55))) is None
+    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, math.inf), (1e-3, 1.0, 4.4))) == Piece.until(
+        1e-3, 2, after=1
+    )
+    assert next_piece(RATES, 3, trials(*once, (1e-3, 1.0, 4.1), (1e-3, 2.0, 4.15))) is None
 
 
 def test_lower_rates_are_tried_while_the_lowest_is_the_best():
     first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 4.0), (4e-3, 0.5, 6.0)]
-    assert next_piece(RATES, 3, trials(*first)) == Piece(5e-4, 0.0, 0.5)
-    assert next_piece(RATES, 3, trials(*first, (5e-4, 0.5, 4.2))) == Piece(1e-3, 0.5, 1.0)
+    assert next_piece(RATES, 3, trials(*first)) == Piece.until(5e-4, 0.5)
+    assert next_piece(RATES, 3, trials(*first, (5e-4, 0.5, 4.2))) == Piece.until(1e-3, 1, after=0.5)
     better = [*first, (5e-4, 0.5, 3.8)]
-    assert next_piece(RATES, 3, trials(*better)) == Piece(2.5e-4, 0.0, 0.5)
-    assert next_piece(RATES, 3, trials(*better, (2.5e-4, 0.5, 3.9))) == Piece(5e-4, 0.5, 1.0)
-    assert next_piece(RATES, 3, trials(*better, (2.5e-4, 0.5, 3.7))) == Piece(2.5e-4, 0.5, 1.0)  # no third one
+    assert next_piece(RATES, 3, trials(*better)) == Piece.until(2.5e-4, 0.5)
+    assert next_piece(RATES, 3, trials(*better, (2.5e-4, 0.5, 3.9))) == Piece.until(5e-4, 1, after=0.5)
+    assert next_piece(RATES, 3, trials(*better, (2.5e-4, 0.5, 3.7))) == Piece.until(2.5e-4, 1, after=0.5)  # no third
     lowest = [*better, (2.5e-4, 0.5, 3.7)]
-    assert next_piece(RATES, 3, trials(*lowest, (2.5e-4, 1.0, 3.6))) == Piece(2.5e-4, 1.0, 2.0)
+    assert next_piece(RATES, 3, trials(*lowest, (2.5e-4, 1.0, 3.6))) == Piece.until(2.5e-4, 2, after=1)
     assert next_piece(RATES, 3, trials(*lowest, (2.5e-4, 1.0, 3.7))) is None
 
 
 @given(st.integers(1, 300), st.integers(0, 40), st.integers(0, 500))
 def test_rates_rise_stay_and_fall_to_nearly_zero(count, warm_up, before):
-    constant = list(piece_rates(Piece(0.5, 0.0, 1.0), before, count, warm_up))
+    constant = list(constant_rates(0.5, before, count, warm_up))
     assert constant == [0.5 * min(1.0, (before + step + 1) / warm_up) if warm_up else 0.5 for step in range(count)]
-    falling = list(piece_rates(Piece(0.5, 1.0, 1.0), before, count, warm_up))
+    falling = list(falling_rates(0.5, count))
     differences = [one - other for one, other in zip([0.5, *falling], [*falling, 0.0], strict=True)]
     assert differences == pytest.approx([0.5 / (count + 1)] * (count + 1))
-    assert cooldown_steps(before) == max(1, math.ceil(0.2 * before))
+
+
+@pytest.mark.parametrize(("epochs", "passes"), [(1, 1.5 + 2 / 3), (3, 1.5 + 2 / 3 + 4 / 3 + 5 / 3)])
+def test_selection_takes_less_than_twice_the_time_of_three_epochs(epochs, passes):
+    assert planned_epochs(3, epochs) == pytest.approx(passes)
+    assert planned_epochs(3, 3) < 2 * 3
 
 
 def plain(initial, texts, rate: float, epochs: float) -> tuple[dict[str, torch.Tensor], float]:
-    """The weights and the held-out loss after a constant rate and a cooldown, in a loop of torch's own AdamW."""
-    import copy
-
-    from knnlm.training.data import TokenStream, TrainingBatches
-
+    """The weights and the held-out loss after a constant rate and a decay, in a loop of torch's own AdamW."""
     lm = initial.lm
     config = CONFIG.resolve(TokenStream.from_documents(texts[0]), initial, torch.device("cpu"))
     batches = TrainingBatches(
@@ -95,11 +115,12 @@ def plain(initial, texts, rate: float, epochs: float) -> tuple[dict[str, torch.T
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups)
     steps = [step for epoch in range(4) for step in batches.steps(epoch, 256)]
-    count = sum(len(batches.steps(epoch, 256)) for epoch in range(math.floor(epochs)))
-    count += math.ceil((epochs % 1) * len(batches.steps(math.floor(epochs), 256)))
-    warm_up, cooling = math.ceil(0.05 * len(batches.steps(0, 256))), max(1, math.ceil(0.2 * count))
+    counts = [len(batches.steps(epoch, 256)) for epoch in range(4)]
+    places = [sum(counts[: int(at)]) + math.ceil(round(at % 1 * counts[int(at)], 6)) for at in (2 / 3 * epochs, epochs)]
+    count, falling = places[0], max(1, places[1] - places[0])
+    warm_up = math.ceil(0.05 * counts[0])
     rates = [rate * min(1, (step + 1) / warm_up) for step in range(count)]
-    rates += [rate * (cooling - step) / (cooling + 1) for step in range(cooling)]
+    rates += [rate * (falling - step) / (falling + 1) for step in range(falling)]
     for step, own in zip(steps, rates, strict=False):
         read = [batches.read(group) for group in step]
         counted = sum(int((batch.targets >= 0).sum()) for batch in read)
@@ -141,17 +162,42 @@ def test_trials_equal_trainings_that_end_there(texts, lm, initial, tmp_path):
     assert next_piece(CONFIG.learning_rates, 3, found) is None
 
 
-def test_result_is_the_best_point_between_the_initial_and_the_best_weights(texts, lm, initial, tmp_path):
+@pytest.mark.parametrize("helps", [True, False])
+def test_result_is_the_best_point_between_the_initial_and_the_best_weights(
+    texts, lm, initial, tmp_path, monkeypatch, helps
+):
+    evaluate = selecting_trainer.SelectingTrainer._evaluate
+    found = []  # of the average; with so little text it does not help
+
+    def better(self, epoch):
+        evaluation = evaluate(self, epoch)
+        if len(self.averages) != 1:
+            return evaluation
+        found.append(evaluation[0]["loss"])
+        return [{"loss": 0.1}] if helps else evaluation
+
+    monkeypatch.setattr(selecting_trainer.SelectingTrainer, "_evaluate", better)
     card = train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
-    chosen = card.selection["chosen"]
-    best, loss = plain(initial, texts, chosen["learning_rate"], chosen["epochs"])
-    weights = load_file(tmp_path / "out" / "model.safetensors")
-    for name, tensor in weights.items():
+    selection = card.selection
+    chosen, averages = selection["chosen"], dict(map(tuple, selection["averages"]))
+    tried = sorted((Trial(**trial) for trial in selection["trials"][1:]), key=lambda trial: trial.loss)
+    assert (chosen["learning_rate"], chosen["epochs"]) == (tried[0].learning_rate, tried[0].epochs)
+    (best, _), (second, _) = (plain(initial, texts, trial.learning_rate, trial.epochs) for trial in tried[:2])
+    mean = {name: (best[name] + second[name]).detach() / 2 for name in best}
+    assert averages[0.0] == tried[0].loss
+    model = copy.deepcopy(lm.model).float()
+    model.load_state_dict(mean, strict=False)
+    assert found == [pytest.approx(held_out_loss(model.eval(), lm, texts[1]), rel=2e-3)]
+    assert averages[0.5] == (0.1 if helps else found[0])
+    assert chosen["average"] == (0.5 if helps else 0.0)
+    trained = mean if helps else best
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
         base = dict(initial.lm.model.named_parameters())[name].float()
-        torch.testing.assert_close(tensor, torch.lerp(base, best[name], chosen["interpolation"]), atol=2e-3, rtol=2e-2)
-    shares = dict(map(tuple, card.selection["interpolations"]))
-    assert shares[1.0] == pytest.approx(loss, rel=2e-3)
-    assert shares[0.0] == pytest.approx(card.selection["trials"][0]["loss"], rel=1e-4)
+        wanted = torch.lerp(base, trained[name], chosen["interpolation"])
+        torch.testing.assert_close(tensor, wanted, atol=2e-3, rtol=2e-2)
+    shares = dict(map(tuple, selection["interpolations"]))
+    assert shares[1.0] == min(averages.values())
+    assert shares[0.0] == pytest.approx(selection["trials"][0]["loss"], rel=1e-4)
     assert shares[chosen["interpolation"]] == min(shares.values()) <= shares[0.0]
 
 
@@ -168,7 +214,7 @@ def test_text_that_teaches_nothing_leaves_the_model_as_it_is(texts, lm, initial,
             assert torch.equal(weights[name], weight.float())
 
 
-@pytest.mark.parametrize("stop_at", [2, 9, 16, 23])
+@pytest.mark.parametrize("stop_at", [2, 7, 12, 16])
 def test_interrupted_selection_resumes_with_the_same_result(texts, initial, tmp_path, monkeypatch, stop_at):
     whole = train_decoder(texts[0], initial, tmp_path / "whole", CONFIG, held_out_text=texts[1], device="cpu")
     taken = 0
@@ -220,7 +266,7 @@ def test_rate_that_diverges_is_left_out_also_if_the_run_is_killed_afterwards(tex
     step = selecting_trainer.SelectingTrainer._step
 
     def interrupted(self, *args):
-        if len(self.state.trials) == 4 and self.state.in_cooldown:
+        if len(self.state.trials) == 4 and self.state.decays:
             raise KeyboardInterrupt
         return step(self, *args)
 

@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
 class TrainingFlags:
     """How a decoder is trained by `adapt`."""
 
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the text.")] = 3
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the text; with --select at most.")] = 3
     learning_rate: Annotated[
         float | None,
         typer.Option(help="The peak learning rate, after a warm-up.", show_default="2e-4, with --lora 1e-3"),
@@ -51,11 +51,10 @@ class TrainingFlags:
     select: Annotated[
         bool,
         typer.Option(
-            "--select",
-            help="Choose the learning rate (half, once or twice the given one) and the epochs (at most the given ones) "
-            "on held-out text.",
+            "--select/--no-select",
+            help="Choose the learning rate, around the given one, and the epochs on held-out text.",
         ),
-    ] = False
+    ] = True
     batch_tokens: BatchTokens = None
     accumulate: Annotated[int, typer.Option(min=1, help="Gradient-accumulation steps.")] = 1
 
@@ -143,7 +142,8 @@ def _selection_rows(selection: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
     chosen = selection["chosen"]
     found = f"rate {chosen['learning_rate']:g}, {chosen['epochs']:g} epochs, {chosen['interpolation']:g} of the change"
-    return [*rows, ("chosen", found)]
+    averaged = ", averaged with the second best" if chosen["average"] else ""
+    return [*rows, ("chosen", found + averaged)]
 
 
 def perplexity(value: float) -> str:
@@ -228,9 +228,9 @@ class DecoderFlags:
     select: Annotated[
         bool | None,
         typer.Option(
-            "--select",
+            "--select/--no-select",
             help="decoder: choose the learning rate and the epochs on a tenth of the text, which is held out.",
-            show_default=False,
+            show_default="select",
         ),
     ] = None
     lora: Annotated[
@@ -369,7 +369,7 @@ def _train_decoder(
     initial = open_initial_model(init or lm.name, like=lm, layers=layers, seed=seed)
     initial.lm.window(settings.get("context"), None)  # raises if the window is too long
     targets = _targets(store, out, device, **teaching) if beta else None
-    if settings.get("select"):
+    if settings.setdefault("select", True):
         settings["held_out"] = _SELECTION_SHARE
     config = DecoderConfig(beta=beta, seed=seed, **settings)
     card = train_decoder(store, initial, out, config, targets=targets, device=device, progress=bar)

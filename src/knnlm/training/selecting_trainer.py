@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,13 @@ from knnlm.progress import Advance, note
 from knnlm.training.data import TrainingBatches
 from knnlm.training.decoder_trainer import STEPS_PER_FLUSH, DecoderConfig, DecoderState, DecoderTrainer, prefetch
 from knnlm.training.selection import (
-    COOLDOWN,
-    FIRST,
     INTERPOLATIONS,
     Piece,
     Trial,
-    cooldown_steps,
+    constant_rates,
+    falling_rates,
     next_piece,
-    piece_rates,
+    planned_epochs,
 )
 from knnlm.training.teacher import Teacher
 from knnlm.training.trainer import Checkpoint, LossCurve, TrainingDiverged
@@ -38,7 +37,7 @@ class SelectionState(DecoderState):
     """Position in the pieces of a training; `batch` counts the steps of the present one."""
 
     trials: list[dict[str, Any]] = field(default_factory=list)  # the initial model first; finite ones are in `held_out`
-    in_cooldown: bool = False
+    decays: bool = False  # whether the rate of the present piece falls
     piece_step: int = 0  # the step and the tokens at which the present piece began
     piece_tokens: int = 0
 
@@ -46,8 +45,8 @@ class SelectionState(DecoderState):
 class SelectingTrainer(DecoderTrainer):
     """A model that is trained with several rates and numbers of epochs, at most those of the configuration.
 
-    Besides the present weights and moments, it keeps those of the best training at a constant rate so far, those before
-    the present cooldown, the weights after the best cooldown, and the initial ones.
+    Besides the present weights and moments, it keeps those at a constant rate that the training may go on from, those
+    before the present decay, the weights after the two best decays, and the initial ones.
     """
 
     state: SelectionState
@@ -66,31 +65,31 @@ class SelectingTrainer(DecoderTrainer):
         if not len(batches.held_out):
             raise ParameterError("Settings are chosen on held-out text: give some, or hold some out.")
         self.state = SelectionState()
+        self.averages: list[tuple[float, float]] = []  # share of the second best weights, loss on held-out text
         self.interpolations: list[tuple[float, float]] = []  # share of the trained weights, loss on held-out text
         self._rates = config.learning_rates
         self._counts = [len(batches.steps(epoch, self._batch_tokens)) for epoch in range(config.epochs + 1)]
         self._warm_up = math.ceil(config.warm_up * self._counts[0])
         self._present = self._tensors()
-        self._before_cooldown, self._best_constant = _copies(self._present), _copies(self._present)
+        self._before_decay, self._constant = _copies(self._present), _copies(self._present)
         weights = {name: weight.detach() for name, weight in self._trained.items()}
-        self._initial, self._best = _copies(weights), _copies(weights)
+        self._initial, self._best, self._second = _copies(weights), _copies(weights), _copies(weights)
 
     @property
     def _planned_epochs(self) -> float:
-        epochs, rates = self.config.epochs, len(self._rates)
-        halves = FIRST * rates
-        return epochs + halves - FIRST + COOLDOWN * (halves + epochs * (epochs + 1) / 2)
+        return planned_epochs(len(self._rates), self.config.epochs)
 
     @property
     def selection(self) -> dict[str, Any]:
-        """The trials, the shares of the trained weights that were compared, and what was chosen."""
+        """The trials, the averages and shares of the trained weights that were compared, and what was chosen."""
         best = min((trial for trial in self._trials if trial.learning_rate is not None), key=lambda trial: trial.loss)
-        share = min(self.interpolations, key=lambda tried: tried[1])[0]
-        chosen = {"learning_rate": best.learning_rate, "epochs": best.epochs, "interpolation": share}
-        return {"trials": self.state.trials, "interpolations": self.interpolations, "chosen": chosen}
+        chosen: dict[str, Any] = {"learning_rate": best.learning_rate, "epochs": best.epochs}
+        chosen |= {"average": _best_share(self.averages), "interpolation": _best_share(self.interpolations)}
+        compared = {"averages": self.averages, "interpolations": self.interpolations}
+        return {"trials": self.state.trials, **compared, "chosen": chosen}
 
     def _checkpointed(self) -> Tensors:
-        kept = {"constant": self._best_constant, "before": self._before_cooldown, "best": self._best}
+        kept = {"constant": self._constant, "before": self._before_decay, "best": self._best, "second": self._second}
         others = {f"{name}.{key}": tensor for name, own in kept.items() for key, tensor in own.items()}
         return self._present | others
 
@@ -103,12 +102,12 @@ class SelectingTrainer(DecoderTrainer):
             state.trials = [Trial(None, 0.0, state.held_out[0]["loss"]).as_dict()]
         self.model.train()
         while (piece := next_piece(self._rates, self.config.epochs, self._trials)) is not None:
-            if not state.in_cooldown:
+            if not state.decays:
                 yield from self._train(piece, curve, advance)
                 with self._no_checkpoint_inside():
-                    _copy(self._before_cooldown, self._present)
-                    state.in_cooldown, state.batch = True, 0
-            yield from self._train(replace(piece, begin=piece.end), curve, advance)
+                    _copy(self._before_decay, self._present)
+                    state.decays, state.batch = True, 0
+            yield from self._train(piece, curve, advance)
             with self._no_checkpoint_inside():
                 self._finish(piece)
             yield state.step
@@ -117,6 +116,7 @@ class SelectingTrainer(DecoderTrainer):
                 f"The training diverged with every learning rate that was tried ({', '.join(map(str, self._rates))}): "
                 "the loss is not finite. Use a smaller learning_rate."
             )
+        self._average()
         self._interpolate()
 
     @property
@@ -124,10 +124,13 @@ class SelectingTrainer(DecoderTrainer):
         return [Trial(**trial) for trial in self.state.trials]
 
     def _train(self, piece: Piece, curve: LossCurve, advance: Advance) -> Iterator[int]:
-        """Take the remaining steps of a piece; one whose loss is not finite ends there."""
-        state, before = self.state, self._place(piece.begin)
-        count = cooldown_steps(before) if piece.is_cooldown else self._place(piece.end) - before
-        rates = list(piece_rates(piece, before, count, self._warm_up))[state.batch :]
+        """Take the remaining steps of a piece up to its decay, or those of the decay."""
+        state, rate = self.state, piece.learning_rate
+        begin, end = (piece.decay, piece.end) if state.decays else (piece.begin, piece.decay)
+        before, count = self._place(begin), self._place(end) - self._place(begin)
+        count = max(count, int(state.decays))  # the shortest decay is one step
+        every = falling_rates(rate, count) if state.decays else constant_rates(rate, before, count, self._warm_up)
+        rates = list(every)[state.batch :]
         groups = self._groups(before + state.batch, count - state.batch)
         for parts, rate in zip(prefetch(groups, self._read), rates, strict=True):
             self._step(parts, curve, rate)
@@ -151,7 +154,7 @@ class SelectingTrainer(DecoderTrainer):
             self._record(piece, math.inf)
 
     def _finish(self, piece: Piece) -> None:
-        """Record the loss after a cooldown, and return to the weights that the next piece begins with."""
+        """Record the loss after a decay, and return to the weights that the next piece begins with."""
         evaluation = self._evaluate(math.ceil(piece.end))
         loss = evaluation[0]["loss"]
         if not math.isfinite(loss):
@@ -163,11 +166,15 @@ class SelectingTrainer(DecoderTrainer):
     def _record(self, piece: Piece, loss: float) -> None:
         state = self.state
         earlier = [trial for trial in self._trials if trial.learning_rate is not None]
-        is_best = loss < min([trial.loss for trial in earlier], default=math.inf)
-        if is_best:
-            _copy(self._best, {name: weight.detach() for name, weight in self._trained.items()})
-        if is_best or (piece.begin and math.isfinite(loss)):  # the rate that goes on
-            _copy(self._best_constant, self._before_cooldown)
+        losses = sorted(trial.loss for trial in earlier)
+        weights = {name: weight.detach() for name, weight in self._trained.items()}
+        if loss < min(losses, default=math.inf):
+            _copy(self._second, self._best)
+            _copy(self._best, weights)
+        elif len(losses) < 2 or loss < losses[1]:
+            _copy(self._second, weights)
+        if loss < min((trial.loss for trial in earlier if trial.epochs == piece.end), default=math.inf):
+            _copy(self._constant, self._before_decay)  # more epochs go on from the best of as many
         state.trials.append(Trial(piece.learning_rate, piece.end, loss).as_dict())
         following = next_piece(self._rates, self.config.epochs, self._trials)
         if following is not None and not following.begin:
@@ -176,19 +183,33 @@ class SelectingTrainer(DecoderTrainer):
                 if not name.startswith("weight."):
                     tensor.zero_()
         else:
-            _copy(self._present, self._best_constant)
-        state.in_cooldown, state.batch, state.piece_step, state.piece_tokens = False, 0, state.step, state.tokens
+            _copy(self._present, self._constant)
+        state.decays, state.batch, state.piece_step, state.piece_tokens = False, 0, state.step, state.tokens
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Replace the best weights by their mean with the second best ones, if its loss is smaller."""
+        best, *others = sorted(trial.loss for trial in self._trials if trial.learning_rate is not None)
+        self.averages = [(0.0, best)]
+        if not others or not math.isfinite(others[0]):
+            return
+        for name, weight in self._trained.items():
+            weight.copy_(torch.lerp(self._best[name], self._second[name], 0.5))
+        loss = self._evaluate(0)[0]["loss"]
+        self.averages.append((0.5, loss))
+        if loss < best:
+            _copy(self._best, {name: weight.detach() for name, weight in self._trained.items()})
 
     @torch.no_grad()
     def _interpolate(self) -> None:
         """Set the weights to the point with the smallest loss between the initial and the best ones."""
-        initial, *tried = self._trials
         between = []
         for share in INTERPOLATIONS:
             self._set_between(share)
             between.append((share, self._evaluate(0)[0]["loss"]))
-        self.interpolations = [(0.0, initial.loss), *between, (1.0, min(trial.loss for trial in tried))]
-        self._set_between(min(self.interpolations, key=lambda tried: tried[1])[0])
+        trained = min(loss for _, loss in self.averages)
+        self.interpolations = [(0.0, self._trials[0].loss), *between, (1.0, trained)]
+        self._set_between(_best_share(self.interpolations))
 
     @torch.no_grad()
     def _set_between(self, share: float) -> None:
@@ -201,7 +222,7 @@ class SelectingTrainer(DecoderTrainer):
     def _place(self, epochs: float) -> int:
         """Return the number of steps of so many epochs."""
         whole = math.floor(epochs)
-        return sum(self._counts[:whole]) + math.ceil((epochs - whole) * self._counts[whole])
+        return sum(self._counts[:whole]) + math.ceil(round((epochs - whole) * self._counts[whole], 6))
 
     def _groups(self, first: int, count: int) -> Sequence[Sequence[NDArray[np.int64]]]:
         """Return the windows of consecutive steps, over the ends of epochs."""
@@ -213,6 +234,11 @@ class SelectingTrainer(DecoderTrainer):
                 found += steps[first + len(found) - begin :]
             begin, epoch = begin + len(steps), epoch + 1
         return found[:count]
+
+
+def _best_share(tried: Sequence[tuple[float, float]]) -> float:
+    """Return the share with the smallest loss."""
+    return min(tried, key=lambda each: each[1])[0]
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
