@@ -262,7 +262,7 @@ def test_estimate_is_the_time_of_a_token_times_the_tokens_that_remain(initial, t
     ticks = itertools.count(0.0, 0.5)
     monkeypatch.setattr(decoder_trainer.time, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(decoder_trainer, "_PROBE", 10)
-    # With a selection two more halves for other rates, and cooldowns of a fifth: 3 · 0.1 + 0.2 + 0.4 + 0.6.
-    epochs = 3 + 2 * 0.5 + 1.5 if select else 3
+    # With a selection three rates for half an epoch, then from a third to 1, from 2/3 to 2, from 4/3 to 3.
+    epochs = 3 * 0.5 + 2 / 3 + 4 / 3 + 5 / 3 if select else 3
     assert trainer.estimate() == pytest.approx(0.5 / 10 * epochs * sum(map(len, texts[0])))
     assert all(weight.grad is None for weight in trainer.model.parameters())

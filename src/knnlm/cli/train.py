@@ -55,6 +55,14 @@ class TrainingFlags:
             help="Choose the learning rate, around the given one, and the epochs on held-out text.",
         ),
     ] = True
+    top: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train only so many of the last blocks; the model computes the others, which they share, once.",
+            show_default="all",
+        ),
+    ] = None
     batch_tokens: BatchTokens = None
     accumulate: Annotated[int, typer.Option(min=1, help="Gradient-accumulation steps.")] = 1
 
@@ -238,6 +246,10 @@ class DecoderFlags:
         typer.Option(
             min=0, help="decoder: train adapters of this rank instead of all weights.", show_default="0, all weights"
         ),
+    ] = None
+    top: Annotated[
+        int | None,
+        typer.Option(min=1, help="decoder: train only so many of the last blocks.", show_default="all"),
     ] = None
     batch_tokens: BatchTokens = None
     accumulate: Annotated[

@@ -22,9 +22,11 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from knnlm.errors import ModelError
 from knnlm.lm.causal import CausalLM, eval_mode
+from knnlm.lm.shared import BLOCK_INPUT, TopLM
 from knnlm.memories.base import LOGITS, Context, Origin, Source, Span
 from knnlm.mixture.layer import OnlineLayer
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.readers import trunk_of
 from knnlm.mixture.weights import MixturePrediction
 
 _STATE_ATTRIBUTE = "knnlm_state"
@@ -103,13 +105,14 @@ def advance(
     mixture: Mixture, step: ForwardStep, keys: Mapping[Source, Tensor], *, state: MemoryState, cache: Any
 ) -> Context:
     """Append one step to the state, and return the context of the positions to predict."""
-    states = {source: own[:, step.kept].flatten(0, 1) for source, own in keys.items()}
-    every = dict(keys)
+    every = {source: own for source, own in keys.items() if source.place != BLOCK_INPUT}
+    states = {source: own[:, step.kept].flatten(0, 1) for source, own in every.items()}
     for number, (model, places, wants_logits) in enumerate(mixture.readers.wanted(mixture.history_lengths)):
         if number:
             reader = mixture.readers.models.index(model)
             past = _reader_cache(state, reader, model) if isinstance(cache, Cache) else None
-            others, logits = _run_reader(mixture, model, places, step, past=past)
+            trunk = keys[trunk_of(model)] if isinstance(model, TopLM) else None
+            others, logits = _run_reader(mixture, model, places, step, past=past, trunk=trunk)
             every |= others
             states |= {source: own[:, step.kept].flatten(0, 1) for source, own in others.items()}
             if wants_logits:
@@ -134,7 +137,13 @@ def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> DynamicCa
 
 
 def _run_reader(
-    mixture: Mixture, model: CausalLM, places: Sequence[Source], step: ForwardStep, *, past: DynamicCache | None
+    mixture: Mixture,
+    model: CausalLM,
+    places: Sequence[Source],
+    step: ForwardStep,
+    *,
+    past: DynamicCache | None,
+    trunk: Tensor | None,  # (B, T, D) states of the language model that stand for the tokens
 ) -> tuple[dict[Source, Tensor], Tensor]:
     """Run another reader over the new tokens, and return its (B, T, D) keys and (B, T, V) logits."""
     accepted = _arguments(type(model.model).forward)
@@ -150,7 +159,8 @@ def _run_reader(
     with mode, ExitStack() as hooks:
         layers = [mixture.readers.layer(source) for source in places]
         captured = [hooks.enter_context(layer.capture()) for layer in layers]
-        output = model.model(input_ids=step.tokens, return_dict=True, **inputs)
+        text = {"input_ids": step.tokens} if trunk is None else {"inputs_embeds": trunk}
+        output = model.model(return_dict=True, **text, **inputs)
     return {source: own[-1].float() for source, own in zip(places, captured, strict=True)}, output.logits
 
 

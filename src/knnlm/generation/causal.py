@@ -451,13 +451,14 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
         """Run the base model, and return its output and the (B, T, D) keys of each source."""
-        sources = self.mixture.lm_sources
+        readers = self.mixture.readers
+        sources, trunks = self.mixture.lm_sources, readers.trunks(self.mixture.history_lengths)
         with ExitStack() as hooks:
-            layers = [self.mixture.readers.layer(source) for source in sources]
-            captured = [hooks.enter_context(layer.capture()) for layer in layers]
+            captured = {source: hooks.enter_context(readers.layer(source).capture()) for source in (*sources, *trunks)}
             hooks.enter_context(dynamic_shape_attention(self.device))
             output = self.base(return_dict=True, **inputs)
-        return output, {source: own[-1].float() for source, own in zip(sources, captured, strict=True)}
+        keys = {source: captured[source][-1].float() for source in sources}
+        return output, keys | {trunk: captured[trunk][-1] for trunk in trunks}
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], *, copy_store: bool = False, **kwargs: Any

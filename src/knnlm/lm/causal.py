@@ -148,6 +148,12 @@ class CausalLM:
             "key_module": self.key_layer.module,
         }
 
+    def find_layer(self, place: str, layer: int) -> KeyLayer:
+        """Return a place in a layer of the model; negative layers count from the last."""
+        own = self.key_layer
+        known = (own.place, own.layer) == (place, layer % own.layers)
+        return own if known else find_key_layer(self.model, place, layer)
+
     def window(self, context: int | None = None, stride: int | None = None) -> WindowShape:
         """Return the window shape: by default 1,024 tokens, or the maximal length, shifted by half of them."""
         if context is not None and self.max_length is not None and context > self.max_length:
@@ -256,9 +262,17 @@ class CausalLM:
 
     @torch.inference_mode()
     def read_batch(
-        self, batch: Sequence[Window], layers: Sequence[KeyLayer], *, logits: bool
+        self,
+        batch: Sequence[Window],
+        layers: Sequence[KeyLayer],
+        *,
+        logits: bool,
+        inputs: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the (N, D) keys of each layer and the (N, V) logits at the scored positions of windows."""
+        """Return the (N, D) keys of each layer and the (N, V) logits at the scored positions of windows.
+
+        `inputs` are those of the model besides the tokens; None: those of an encoder, if it has one.
+        """
         length = max(len(window) + len(self.prefix(window)) for window in batch)
         # Padding is on the right, where no earlier position attends, so no mask is needed.
         ids = torch.full((len(batch), length), self.start_token)
@@ -268,7 +282,8 @@ class CausalLM:
             ids[i, : len(tokens)] = torch.as_tensor(tokens)
             scored[i, len(tokens) - (window.end - window.scored) : len(tokens)] = True
         scored = scored.to(self.device)
-        keys, output = self.forward(ids.to(self.device), layers, logits=logits, sources=self.sources(batch))
+        inputs = self.sources(batch) if inputs is None else inputs
+        keys, output = self.forward(ids.to(self.device), layers, logits=logits, sources=inputs)
         return [key[scored].float() for key in keys], None if output is None else output[scored]
 
     def prefix(self, window: Window) -> Sequence[int]:  # noqa: ARG002  (of the subclass)

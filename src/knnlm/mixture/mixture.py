@@ -151,6 +151,7 @@ class Mixture:
         for each in self.memories:
             if each.source is not None:
                 self.history_lengths[each.source] = max(each.history_length, self.history_lengths.get(each.source, 0))
+        self.readers.share(self.history_lengths)
 
     @classmethod
     def open(

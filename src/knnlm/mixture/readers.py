@@ -1,12 +1,14 @@
 """The models that a mixture needs, and one forward pass of each over texts.
 
 The language model is reader 0. Stores whose keys come from another model, and decoders, have readers of their own;
-memories with the same reader share its pass.
+memories with the same reader share its pass. A reader whose first blocks are those of the language model, because only
+its last ones were trained, shares these, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch import Tensor
 from knnlm.errors import ModelMismatch, ParameterError
 from knnlm.lm.causal import CausalLM, scored_targets
 from knnlm.lm.fingerprint import identity_difference, token_fields
-from knnlm.lm.key_layers import KeyLayer, find_key_layer
+from knnlm.lm.key_layers import KeyLayer
+from knnlm.lm.shared import BLOCK_INPUT, TopLM, block_input, share_blocks
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Source, SourceTokens, Span
 
@@ -66,10 +69,28 @@ class Readers:
         """Return the key layer that a source names."""
         if source not in self.layers:
             model = self.models[source.reader]
-            own = model.key_layer
-            known = (own.place, own.layer) == (source.place, source.layer % own.layers)
-            self.layers[source] = own if known else find_key_layer(model.model, source.place, source.layer)
+            if source.place == BLOCK_INPUT:
+                self.layers[source] = block_input(model, source.layer)
+            else:
+                self.layers[source] = model.find_layer(source.place, source.layer)
         return self.layers[source]
+
+    def share(self, sources: Iterable[Source]) -> None:
+        """Let models that have the first blocks of the language model read its states instead of computing them again.
+
+        `sources` are those whose states are needed.
+        """
+        sources = list(sources)
+        for number, model in enumerate(self.models):
+            needed = [source for source in sources if source.reader == number]
+            if number and needed:
+                layers = [source.layer % model.key_layer.layers for source in needed if source.place != LOGITS]
+                self.models[number] = share_blocks(self.models[0], model, min(layers, default=None))
+
+    def trunks(self, sources: Iterable[Source]) -> list[Source]:
+        """Return the places of the language model whose states the last blocks of other models read."""
+        models = [model for model, _, _ in self.wanted(sources)]
+        return [trunk_of(model) for model in models if isinstance(model, TopLM)]
 
     def wanted(self, sources: Iterable[Source]) -> list[tuple[CausalLM, list[Source], bool]]:
         """Return each model that is needed with its sources, and whether its logits are needed."""
@@ -113,12 +134,25 @@ class Readers:
     def states(self, batch: Sequence[Window], sources: Iterable[Source]) -> dict[Source, Tensor]:
         """Read a batch of windows once with each model that is needed, and return keys and logits where it scores."""
         states: dict[Source, Tensor] = {}
-        for model, places, needs_logits in self.wanted(sources):
-            keys, logits = model.read_batch(batch, [self.layer(source) for source in places], logits=needs_logits)
+        sources = list(sources)
+        captured: dict[Source, list[Tensor]] = {}
+        for number, (model, places, needs_logits) in enumerate(self.wanted(sources)):
+            layers = [self.layer(source) for source in places]
+            inputs = {"inputs_embeds": captured[trunk_of(model)][-1]} if isinstance(model, TopLM) else None
+            with ExitStack() as hooks:
+                if not number:
+                    trunks = self.trunks(sources)
+                    captured = {trunk: hooks.enter_context(self.layer(trunk).capture()) for trunk in trunks}
+                keys, logits = model.read_batch(batch, layers, logits=needs_logits, inputs=inputs)
             states.update(zip(places, keys, strict=True))
             if logits is not None:
                 states[Source(self.models.index(model), LOGITS)] = logits
         return states
+
+
+def trunk_of(model: TopLM) -> Source:
+    """Return the place of the language model whose states the last blocks of a model read."""
+    return Source(0, BLOCK_INPUT, model.first)
 
 
 def _source_tokens(batch: Sequence[Window]) -> list[SourceTokens] | None:

@@ -31,7 +31,7 @@ from knnlm.memories.decoder import CARD, DecoderCard, load_card, save_card
 from knnlm.progress import Progress, silent
 from knnlm.training.data import TokenStream, TrainingBatches, count_targets
 from knnlm.training.decoder_trainer import DecoderConfig, DecoderTrainer
-from knnlm.training.initial_model import InitialModel
+from knnlm.training.initial_model import InitialModel, freeze_first_blocks
 from knnlm.training.lora import ADAPTER, Adapters, require_peft
 from knnlm.training.selecting_trainer import SelectingTrainer
 from knnlm.training.teacher import Teacher
@@ -47,7 +47,7 @@ from knnlm.training.trainer import (
 PLOT = "learning.png"
 
 _FINISHED = "finished"
-_OPTIONAL = ("select", "packed", "lora")  # null in the settings, where they are not set
+_OPTIONAL = ("select", "packed", "lora", "top")  # null in the settings, where they are not set
 # Settings of targets that do not depend on when they are computed.
 _TARGET_SETTINGS = ("teacher", "k", "knn_temperature", "exclude", "top", "mass")
 
@@ -123,8 +123,10 @@ def _make_trainer(
     )
     model = copy.deepcopy(initial.lm.model).float().to(device)
     kind = SelectingTrainer if config.select else DecoderTrainer
+    if config.top is not None:
+        freeze_first_blocks(model, config.top)
     if config.lora:
-        adapters = Adapters(model, rank=config.lora, seed=config.seed)
+        adapters = Adapters(model, rank=config.lora, seed=config.seed, top=config.top)
         return kind(model, batches, targets, config, device=device), adapters
     weights = {name: weight.detach() for name, weight in initial.lm.model.named_parameters()}
     return kind(model, batches, targets, config, device=device, initial=weights), None

@@ -24,9 +24,9 @@ from knnlm.errors import KnnlmWarning
 from knnlm.lm.causal import dynamic_shape_attention, eval_mode
 from knnlm.lm.compile import compiled_blocks
 from knnlm.lm.cuda_graph import WARM_RUNS, CapturedGraph, capture_graph
+from knnlm.lm.layers import layer_list
 from knnlm.training.data import TrainingBatch
 from knnlm.training.head_loss import RowPass, default_row_pass, head_loss
-from knnlm.training.initial_model import layer_list
 from knnlm.training.packed_attention import (
     MASK,
     VARLEN,

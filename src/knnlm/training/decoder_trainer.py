@@ -85,6 +85,7 @@ class DecoderConfig:
     batch_tokens: int | None = None
     learning_rate: float | None = None  # 2e-4, with lora 1e-3
     lora: int = 0  # the rank of adapters that are trained instead of all weights
+    top: int | None = None  # train only so many of the last blocks; None: all weights
     warm_up: float = 0.05  # fraction of the steps
     schedule: str = "linear"
     weight_decay: float = 0.01
@@ -100,7 +101,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, {"schedule": SCHEDULES, "precision": PRECISIONS})
-        check_minimum(self, {"epochs": 1, "batch_tokens": 1, "accumulate": 1, "seed": 0, "lora": 0})
+        check_minimum(self, {"epochs": 1, "batch_tokens": 1, "accumulate": 1, "seed": 0, "lora": 0, "top": 1})
         check_fraction(self, {"beta": 1.0, "warm_up": 1.0, "held_out": 0.5})
         check_positive(self, ["learning_rate"])
         check_positive(self, ["weight_decay", "clip"], zero=True)

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from knnlm.errors import ModelError, ModelMismatch, ParameterError
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import tokenizer_fingerprint
+from knnlm.lm.layers import layer_list, layer_list_path, per_layer_options, shorten_config
 from knnlm.lm.loading import load_model
 
 
@@ -91,12 +92,12 @@ def keep_layers(model: PreTrainedModel, layers: int) -> tuple[PreTrainedModel, t
     if not 1 <= layers <= count:
         raise ParameterError(f"layers must be from 1 to {count}, the number of layers of the model, not {layers}.")
     kept = first_and_last(count, layers)
-    stack = _layer_list_path(model, count)
-    smaller = _shorten(config, count, kept)
+    stack = layer_list_path(model)
+    smaller = shorten_config(config, kept)
     try:
         # As transformers will read it back; a family that stores its layers in another way fails here.
         reread = type(config).from_dict(smaller.to_dict())
-        for name, value in _per_layer_options(smaller, len(kept)).items():
+        for name, value in per_layer_options(smaller).items():
             if list(getattr(reread.get_text_config(), name)) != list(value):
                 raise ValueError(f"{name} of its configuration cannot be shortened")
         shorter = AutoModelForCausalLM.from_config(reread, dtype=torch.float32)
@@ -112,6 +113,31 @@ def keep_layers(model: PreTrainedModel, layers: int) -> tuple[PreTrainedModel, t
     return shorter.eval(), kept
 
 
+def freeze_first_blocks(model: PreTrainedModel, top: int) -> None:
+    """Leave only so many of the last blocks, and what follows them before the head, to be trained."""
+    blocks = layer_list(model)
+    if top > len(blocks):
+        raise ParameterError(f"top must be from 1 to {len(blocks)}, the number of blocks of the decoder, not {top}.")
+    embeddings = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+    fixed = {id(weight) for module in (*embeddings, *blocks[: len(blocks) - top]) for weight in module.parameters()}
+    after = {id(weight) for weight in _after_blocks(model, blocks)}
+    trained = {id(weight) for block in blocks[len(blocks) - top :] for weight in block.parameters()} | after
+    for weight in model.parameters():
+        weight.requires_grad_(id(weight) in trained - fixed)
+
+
+def _after_blocks(model: PreTrainedModel, blocks: nn.ModuleList) -> list[Tensor]:
+    """Return the weights that are used after the last block, such as those of a norm, by the order of modules."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    found: list[Tensor] = []
+    last = False
+    for module in model.modules():
+        last = last or module is blocks[-1]
+        if last and id(module) not in inside:
+            found += module.parameters(recurse=False)
+    return found
+
+
 def first_and_last(count: int, wanted: int) -> tuple[int, ...]:
     """Return `wanted` of `count` numbers: a quarter of them the first, the rest the last; if only one, the first.
 
@@ -119,44 +145,6 @@ def first_and_last(count: int, wanted: int) -> tuple[int, ...]:
     """
     first = -(-wanted // 4)
     return (*range(first), *range(count - wanted + first, count))
-
-
-def layer_list(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the layers of a model."""
-    layers = model.get_submodule(_layer_list_path(model, model.config.get_text_config().num_hidden_layers))
-    assert isinstance(layers, nn.ModuleList)
-    return layers
-
-
-def _layer_list_path(model: PreTrainedModel, count: int) -> str:
-    """Return the path of the list of layers: the largest list of `count` modules."""
-    lists = {
-        path: sum(parameter.numel() for parameter in module.parameters())
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    }
-    if not lists:
-        raise ModelError(f"The {count} layers of {type(model).__name__} were not found. Use all layers.")
-    return str(max(lists, key=lambda path: lists[path]))
-
-
-def _shorten(config: PretrainedConfig, count: int, kept: tuple[int, ...]) -> PretrainedConfig:
-    """Return a configuration with these layers only: their number, and every option given per layer."""
-    smaller = copy.deepcopy(config)
-    text = smaller.get_text_config()
-    for name, value in _per_layer_options(config, count).items():
-        setattr(text, name, [value[number] for number in kept])
-    text.num_hidden_layers = len(kept)
-    return smaller
-
-
-def _per_layer_options(config: PretrainedConfig, count: int) -> dict[str, Any]:
-    """Return the options that a configuration lists per layer, such as the kind of attention."""
-    return {
-        name: value
-        for name, value in vars(config.get_text_config()).items()
-        if isinstance(value, (list, tuple)) and len(value) == count and "layer" in name and not name.startswith("_")
-    }
 
 
 def _renumber(weights: dict[str, Tensor], stack: str, kept: tuple[int, ...]) -> dict[str, Tensor]:

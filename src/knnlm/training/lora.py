@@ -6,6 +6,7 @@ decoder is an ordinary model, with the adapters added to its weights; the adapte
 
 from __future__ import annotations
 
+import re
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from knnlm.errors import MissingExtra, ModelError
+from knnlm.lm.layers import layer_list, layer_list_path
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
@@ -34,13 +36,19 @@ def require_peft() -> None:
 class Adapters:
     """The adapters of a model, which is changed in place: its linear layers have them, and other weights are fixed."""
 
-    def __init__(self, model: PreTrainedModel, *, rank: int, seed: int) -> None:
-        """Add adapters of this rank, which do not change what the model computes before they are trained."""
+    def __init__(self, model: PreTrainedModel, *, rank: int, seed: int, top: int | None = None) -> None:
+        """Add adapters of this rank, which do not change what the model computes before they are trained.
+
+        `top` adds them to so many of the last blocks; None: to all.
+        """
         require_peft()
         from peft import LoraConfig
         from peft.tuners.lora import LoraModel
 
         config = LoraConfig(r=rank, lora_alpha=_ALPHA * rank, lora_dropout=0.0, target_modules="all-linear")
+        if top is not None:
+            first = "|".join(map(str, range(len(layer_list(model)) - top)))
+            config.exclude_modules = rf"{re.escape(layer_list_path(model))}\.({first})\..*" if first else None
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # of layers that are stored transposed
             torch.manual_seed(seed)

@@ -1,0 +1,118 @@
+"""Generation with a decoder that shares its first blocks with the language model, against the whole decoder."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from helpers.models import tiny, tiny_tokenizer
+from helpers.stores import documents
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.lm.shared import TopLM
+from knnlm.mixture import readers
+from knnlm.mixture.mixture import Mixture
+from knnlm.server.engine.batching import BatchedCache, Prompt, read_prompt
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
+from knnlm.training.initial_model import open_initial_model
+
+PROMPTS = [[1, 5, 9, 7, 30, 11], [1, 6, 10]]
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 7}
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def store(request, tmp_path_factory):
+    """A store whose reader is a decoder of which only the last block was trained, with its language model."""
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny(request.param).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    lm = CausalLM.open(str(folder / "model"), device="cpu")
+    initial = open_initial_model(str(folder / "model"), like=lm)
+    config = DecoderConfig(epochs=2, batch_tokens=256, learning_rate=1e-2, context=64, top=1)
+    texts = documents(10)
+    train_decoder(lm.encode_all([text.text for text in texts]), initial, folder / "decoder", config, device="cpu")
+    reader = CausalLM.open(str(folder / "decoder"), device="cpu")
+    return lm, build(texts, folder / "docs.store", lm=reader, window=lm.window(64)).path, folder / "decoder"
+
+
+def opened(store, memories="knn:0.3,decoder:0.4,cache:0.1"):
+    lm, path, decoder = store
+    named = memories.replace("decoder", f"decoder={decoder}")
+    return Mixture.open(path, lm, memories=named, use_tuned=False)
+
+
+@pytest.fixture
+def both(store, monkeypatch):
+    """The same mixture with a decoder that shares its first blocks, and with a whole one."""
+    top = opened(store)
+    assert isinstance(top.readers.models[1], TopLM)
+    monkeypatch.setattr(readers, "share_blocks", lambda _, other, __: other)
+    whole = opened(store)
+    assert not isinstance(whole.readers.models[1], TopLM)
+    return top, whole
+
+
+def test_evaluation_is_that_with_a_whole_decoder(both):
+    top, whole = (mixture.evaluate(documents(4, start=40)) for mixture in both)
+    assert top.perplexity == pytest.approx(whole.perplexity, rel=1e-5)
+    assert top.base_perplexity == pytest.approx(whole.base_perplexity, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"use_cache": False}])
+def test_generation_is_that_with_a_whole_decoder(both, settings):
+    ids = torch.tensor([PROMPTS[0]])
+    top, whole = (KnnForCausalLM(mixture).generate(ids, **GREEDY, **settings) for mixture in both)
+    assert torch.equal(top, whole)
+
+
+def test_padded_prompts_are_continued_as_with_a_whole_decoder(both):
+    ids = torch.tensor([PROMPTS[0], [0, 0, 0, *PROMPTS[1]]])
+    mask = torch.tensor([[1] * 6, [0] * 3 + [1] * 3])
+    top, whole = (KnnForCausalLM(mixture).generate(ids, attention_mask=mask, **GREEDY) for mixture in both)
+    assert torch.equal(top, whole)
+    alone = KnnForCausalLM(both[0]).generate(torch.tensor([PROMPTS[1]]), **GREEDY)
+    assert top[1, 6:].tolist() == alone[0, 3:].tolist()
+
+
+def test_chunks_of_a_text_have_the_distributions_of_the_whole_text(both):
+    model = KnnForCausalLM(both[0])
+    ids = torch.tensor([[*PROMPTS[0], 14, 15, 16]])
+    with torch.no_grad():
+        right = model(ids).logits
+        past, found = None, []
+        for begin, end in ((0, 4), (4, 5), (5, 9)):
+            output = model(ids[:, begin:end], past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            found.append(output.logits)
+    torch.testing.assert_close(torch.cat(found, 1), right, rtol=1e-4, atol=1e-4)
+
+
+def test_sequences_of_a_server_have_the_distributions_of_each_alone(both):
+    """Prompts of different lengths, read one by one and then continued in one batch."""
+    found = []
+    for mixture in both:
+        model = KnnForCausalLM(mixture)
+        batch, rows = BatchedCache(model), []
+        for tokens in PROMPTS:
+            prompt = Prompt(list(tokens))
+            while prompt.remaining:
+                _, context = read_prompt(model, prompt, max_tokens=4, all_logits=False)
+            rows.append(mixture.predict(context).log_probs())
+            batch.join(prompt, 1)
+        for tokens in ([8, 9], [20, 21]):
+            _, context = batch.step(tokens)
+            rows.append(mixture.predict(context).log_probs())
+        found.append(torch.cat(rows))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_of_a_mixture_share_too(store):
+    mixture = opened(store)
+    again = mixture.reopen()
+    assert isinstance(again.readers.models[1], TopLM)
+    clone = copy.copy(mixture)
+    assert clone.readers.models[1] is mixture.readers.models[1]
