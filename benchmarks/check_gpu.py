@@ -334,8 +334,8 @@ class Checks:
                         )
                         found.append((written.sequences, torch.stack(written.logits)))
                     if captures:
-                        replays += len(step_graph.step_graphs(mixture)._graphs)
-                        step_graph.step_graphs(mixture)._graphs.clear()
+                        replays += len(step_graph.step_graphs(mixture))
+                        step_graph.step_graphs(mixture).clear()
                 for (tokens, logits), (right, expected) in zip(found[:2], found[2:], strict=True):
                     assert torch.equal(tokens, right)
                     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -6,6 +6,8 @@ benchmarks/check_gpu.py does the same with CUDA graphs on a GPU.
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -19,13 +21,14 @@ from knnlm.generation import step_graph
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 from knnlm.generation.step_graph import MAX_GRAPHS, capturable, step_graphs
+from knnlm.index.base import no_neighbours
 from knnlm.index.gpu.deferred import check_flag, defer_checks
 from knnlm.ingest.build import build
 from knnlm.lm.cuda_graph import WARM_RUNS
-from knnlm.memories.base import LM_LOGITS, Context, Positions
+from knnlm.memories.base import LM_LOGITS, Context, Positions, Span, on_device
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.weights import GatedWeights, equal_weights, multiply_odds
+from knnlm.mixture.weights import Buckets, BucketWeights, GatedWeights, equal_weights, multiply_odds
 
 STORED, VALID = pairs(40), pairs(30, start=50)
 SOURCES = [each.source_text or "" for each in pairs(5, start=90)]
@@ -181,7 +184,7 @@ def test_failed_capture_is_reported_once_and_generation_goes_on(pair_store, repl
     mixture = Mixture.open(path, lm, use_tuned=False, k=4, lmbda=0.5)
     expected = plain(mixture, monkeypatch)
 
-    def refuse(_):
+    def refuse(*_, **__):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(step_graph, "capture_graph", refuse)
@@ -205,7 +208,99 @@ def test_result_of_a_step_is_not_changed_by_the_next_one(gated, replays):
     assert torch.equal(first, kept)
 
 
-def test_nothing_is_captured_on_a_cpu_or_where_the_host_decides(gated):
-    states = {gated.knn.source: torch.zeros(1, gated.lm.width), LM_LOGITS: torch.zeros(1, gated.lm.vocab_size)}
-    assert not capturable(gated, Context(states))
+def test_constants_of_a_graph_outlive_the_cache(gated, replays):
+    gated.weights = replace(gated.weights)  # forgets the graphs of other tests
+    generate(gated)
+    (captured,) = step_graphs(gated)._graphs.values()
+    kept = [(constant, constant.clone()) for constant in captured.constants]
+    device, dtype = torch.device("cpu"), torch.float32
+    temperatures = [(setting.knn_temperature,) for setting in gated.knn.settings]
+
+    def cached():
+        return any(constant is on_device(own, device, dtype) for constant, _ in kept for own in temperatures)
+
+    assert cached()
+    for number in range(300):
+        on_device((float(number),), device)
+    assert not cached()
+    assert all(torch.equal(constant, before) for constant, before in kept)
+
+
+def test_step_captured_in_inference_mode_is_replayed_outside(gated, replays):
+    gated.weights = replace(gated.weights)
+    with torch.inference_mode():
+        inside = generate(gated)
+    assert replays.captured == 1
+    outside = generate(gated)
+    assert torch.equal(inside[0], outside[0])
+    assert torch.equal(inside[1], outside[1])
+
+
+def test_other_index_is_captured_again(gated, replays, monkeypatch):
+    gated.weights = replace(gated.weights)
+    generate(gated)
+    other = copy(gated.knn.index)
+    monkeypatch.setattr(gated.knn, "index", other)
+    monkeypatch.setattr(other, "search", lambda queries, k: no_neighbours(len(queries), k, queries.device))
+    expected = plain(gated, monkeypatch)
+    tokens, logits = generate(gated)
+    assert replays.captured == 2
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(logits, expected[1])
+
+
+def test_all_mixtures_together_have_few_graphs_and_one_pool(pair_store, replays, monkeypatch):
+    lm, path = pair_store
+    monkeypatch.setattr(step_graph, "MAX_ALL_GRAPHS", 2)
+    monkeypatch.setattr(step_graph, "_every", type(step_graph._every)())
+    mixtures = [Mixture.open(path, lm, use_tuned=False, k=4, lmbda=0.1 * number) for number in range(1, 4)]
+    for mixture in mixtures:
+        generate(mixture)
+    assert [len(step_graphs(mixture)) for mixture in mixtures] == [0, 1, 1]
+    assert replays.pools[0] is None
+    assert replays.pools[1] is not None
+    assert replays.pools[1] is replays.pools[2]
+
+
+def test_threads_do_not_overwrite_the_inputs_of_each_other(gated, replays):
+    graphs = step_graphs(gated)
+    where = Positions(torch.arange(3), torch.arange(3))
+
+    def context(seed):
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.randn(3, gated.lm.width, generator=generator)
+        return Context(
+            {gated.knn.source: keys, LM_LOGITS: torch.randn(3, gated.lm.vocab_size, generator=generator)}, where=where
+        )
+
+    expected = [gated.predict(context(seed), all_components=False).log_probs() for seed in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda seed: graphs.predict(context(seed)), range(40)))
+    assert replays.replayed > 20
+    for own, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, right)
+
+
+class OnGpu:
+    """What `capturable` reads of logits on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_only_steps_without_decisions_of_the_host_are_captured(gated, monkeypatch):
+    states = {LM_LOGITS: OnGpu()}
+    assert not capturable(gated, Context({LM_LOGITS: torch.zeros(1, 1)}))  # on a CPU
     assert not gated.knn.capturable  # brute force
+    assert not capturable(gated, Context(states))
+    monkeypatch.setattr(type(gated.knn), "capturable", True)
+    assert capturable(gated, Context(states))
+    assert not capturable(gated, Context(states, source_tokens=[(1,)]))
+    assert not capturable(gated, Context(states, spans=[Span(torch.tensor([1]), 0)]))
+    monkeypatch.setattr(type(gated.weights), "skips_searches", True)
+    assert not capturable(gated, Context(states))
+    monkeypatch.setattr(gated, "weights", BucketWeights(Buckets(torch.zeros(0), torch.full((2, 2), 0.5)), 0))
+    assert not capturable(gated, Context(states))
+    monkeypatch.setattr(gated, "weights", equal_weights(gated.memories, 0.5))
+    assert capturable(gated, Context(states))
+    monkeypatch.setattr(type(gated.layer), "stateful", True)
+    assert not capturable(gated, Context(states))

@@ -12,8 +12,13 @@ class Replays:
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
+        self.pools = []
 
-    def capture(self, run, *, pool=None):
+    def capture(self, run, device, *, pool=None, rehearse=False):
+        assert isinstance(device, torch.device)
+        self.pools.append(pool)
+        if rehearse:
+            run()
         written = [tensor.detach() for tensor in run()]
         self.captured += 1
 
@@ -24,4 +29,4 @@ class Replays:
 
         for tensor in written:  # what a capture writes before the first replay is undefined
             tensor.fill_(True if tensor.dtype == torch.bool else torch.nan)
-        return CapturedGraph(written, replay, pool)
+        return CapturedGraph(written, replay, pool or object())

@@ -110,7 +110,7 @@ def test_graphs_of_few_shapes_are_kept(replays):
 def test_failed_capture_is_reported_once_and_the_training_goes_on(store, initial, tmp_path, monkeypatch, replays):
     train_plainly(store, initial, tmp_path / "plain", monkeypatch, **PACKED)
 
-    def refuse(run, **_):
+    def refuse(run, *_, **__):
         run()  # with gradients that must not be used
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -122,7 +122,7 @@ def test_failed_capture_is_reported_once_and_the_training_goes_on(store, initial
 
 
 def test_too_little_memory_for_a_graph_is_no_warning(store, initial, tmp_path, monkeypatch, replays, recwarn):
-    def refuse(_, **__):
+    def refuse(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(decoder_pass, "capture_graph", refuse)

@@ -13,6 +13,8 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from itertools import count
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -22,11 +24,12 @@ from torch import Tensor
 from knnlm.errors import KnnlmWarning
 from knnlm.index.gpu.deferred import check_flag, defer_checks
 from knnlm.lm.cuda_graph import WARM_RUNS, CapturedGraph, capture_graph
-from knnlm.memories.base import LM_LOGITS, Context, Positions
+from knnlm.memories.base import LM_LOGITS, Context, Positions, collect_constants
 from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.mixture import Mixture
 
-MAX_GRAPHS = 8  # of different shapes
+MAX_GRAPHS = 8  # of a mixture, of different shapes
+MAX_ALL_GRAPHS = 64  # of all mixtures: a server may have one for each combination of overrides
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,20 @@ class _Captured:
 
     inputs: _Inputs
     graph: CapturedGraph
+    constants: list[Tensor]  # that are read besides the inputs, and that a cache might drop
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the graph."""
+        return self.inputs.context.states[LM_LOGITS].device
+
+    def replay(self, inputs: _Inputs) -> Tensor | None:
+        """Return the log-probabilities of other inputs; None: a check failed."""
+        for name, tensor in self.inputs.tensors.items():
+            tensor.copy_(inputs.tensors[name])
+        self.graph.replay()
+        output, *flags = self.graph.written
+        return None if any(check_flag(flag) for flag in flags) else output.clone()
 
 
 class StepGraphs:
@@ -76,39 +93,41 @@ class StepGraphs:
         self._steps: Counter[Hashable] = Counter()
         self._settings: tuple[Any, ...] = ()
         self._works = True
+        self.last_use = 0  # larger is later
+
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     def predict(self, context: Context, outside: Tensor | None = None) -> Tensor:
         """Return the (N, V) log-probabilities of the tokens that follow N positions."""
         mixture = self._mixture()
         assert mixture is not None
-        inputs = _Inputs(context, outside)
-        captured = self._captured(mixture, inputs)
-        if captured is None:
-            return _predict(mixture, inputs)
-        for name, tensor in captured.inputs.tensors.items():
-            tensor.copy_(inputs.tensors[name])
-        captured.graph.replay()
-        output, *flags = captured.graph.written
-        if any(check_flag(flag) for flag in flags):
-            return _predict(mixture, inputs)
-        return output.clone()
+        inputs, output = _Inputs(context, outside), None
+        if self._works and capturable(mixture, context):
+            with _lock:
+                captured = self._captured(mixture, inputs)
+                output = None if captured is None else captured.replay(inputs)
+        return _predict(mixture, inputs) if output is None else output
+
+    def clear(self) -> None:
+        """Drop all graphs and their memory."""
+        self._graphs, self._steps = {}, Counter()
 
     def _captured(self, mixture: Mixture, inputs: _Inputs) -> _Captured | None:
         """Return the graph of such inputs, captured now if enough such steps were taken; None: there is none yet."""
-        if not self._works or not capturable(mixture, inputs.context):
-            return None
         settings = _settings(mixture)
         if len(settings) != len(self._settings) or any(
             a is not b for a, b in zip(settings, self._settings, strict=True)
         ):
-            self._graphs, self._steps, self._settings = {}, Counter(), settings
-        shape = inputs.shape
+            self.clear()
+            self._settings = settings
+        self.last_use, shape = next(_uses), inputs.shape
         if shape not in self._graphs:
             self._steps[shape] += 1
             if self._steps[shape] <= WARM_RUNS or len(self._graphs) >= MAX_GRAPHS:
                 return None
             try:
-                self._graphs[shape] = _capture(mixture, inputs.copies())
+                self._graphs[shape] = _capture(mixture, inputs)
             except RuntimeError as error:
                 self._works = False
                 warnings.warn(
@@ -119,19 +138,35 @@ class StepGraphs:
         return self._graphs.get(shape)
 
 
+# Graphs of a device share the memory of their temporary tensors, so that only one of them runs at a time.
+_lock = RLock()
+_uses = count(1)
 _every: WeakKeyDictionary[Mixture, StepGraphs] = WeakKeyDictionary()
 
 
 def step_graphs(mixture: Mixture) -> StepGraphs:
     """Return the graphs of a mixture."""
-    if mixture not in _every:
-        _every[mixture] = StepGraphs(mixture)
-    return _every[mixture]
+    with _lock:
+        if mixture not in _every:
+            _every[mixture] = StepGraphs(mixture)
+        return _every[mixture]
+
+
+def _shared_pool(device: torch.device) -> Any:
+    """Return the memory of the graphs of a device; None if there is no graph, as it is freed with the last one."""
+    captured = (own for graphs in _every.values() for own in graphs._graphs.values())
+    return next((own.graph.pool for own in captured if own.device == device), None)
+
+
+def _make_room() -> None:
+    """Drop the graphs of mixtures that were not used lately, so that another graph can be captured."""
+    while sum(map(len, _every.values())) >= MAX_ALL_GRAPHS:
+        min((graphs for graphs in _every.values() if len(graphs)), key=lambda graphs: graphs.last_use).clear()
 
 
 def capturable(mixture: Mixture, context: Context) -> bool:
     """Whether a step of a mixture is computed without any decision on the host."""
-    if context.states[LM_LOGITS].device.type != "cuda" or mixture.layer.stateful or mixture.weights.skips_searches:
+    if context.states[LM_LOGITS].device.type != "cuda" or mixture.layer.stateful or not mixture.weights.capturable:
         return False
     if context.spans or context.source_tokens is not None:
         return False
@@ -140,7 +175,10 @@ def capturable(mixture: Mixture, context: Context) -> bool:
 
 def _settings(mixture: Mixture) -> tuple[Any, ...]:
     """Return the objects that a graph was made with: another object may mean another prediction."""
-    own = [memory.settings for memory in mixture.memories if isinstance(memory, NeighbourMemory)]
+    own: list[Any] = []
+    for memory in mixture.memories:
+        if isinstance(memory, NeighbourMemory):
+            own += [memory.settings, getattr(memory, "store", None), getattr(memory, "index", None)]
     return (mixture.weights, *mixture.memories, *own)
 
 
@@ -149,11 +187,17 @@ def _predict(mixture: Mixture, inputs: _Inputs) -> Tensor:
     return (mixed if inputs.outside is None else mixed.without_memories(inputs.outside)).log_probs()
 
 
-def _capture(mixture: Mixture, inputs: _Inputs) -> _Captured:
-    """Capture a step that reads these tensors."""
+def _capture(mixture: Mixture, given: _Inputs) -> _Captured:
+    """Capture a step that reads tensors like these."""
+    _make_room()
+    device = given.context.states[LM_LOGITS].device
+    # Tensors of inference mode could not be written again outside of it.
+    with torch.inference_mode(False), torch.no_grad(), collect_constants() as constants:
+        inputs = given.copies()
 
-    def step() -> list[Tensor]:
-        with torch.no_grad(), defer_checks() as checks:
-            return [_predict(mixture, inputs), *checks.flags()]
+        def step() -> list[Tensor]:
+            with defer_checks() as checks:
+                return [_predict(mixture, inputs), *checks.flags()]
 
-    return _Captured(inputs, capture_graph(step))
+        graph = capture_graph(step, device, pool=_shared_pool(device))
+    return _Captured(inputs, graph, constants)

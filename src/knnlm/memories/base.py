@@ -7,6 +7,8 @@ a position is a hidden state of some model there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -161,10 +163,32 @@ class Context:
             row += len(span)
 
 
-@lru_cache(maxsize=256)
+_collected: ContextVar[list[Tensor] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collect_constants() -> Iterator[list[Tensor]]:
+    """Collect the tensors that `on_device` returns: a CUDA graph that reads them must keep them."""
+    constants: list[Tensor] = []
+    token = _collected.set(constants)
+    try:
+        yield constants
+    finally:
+        _collected.reset(token)
+
+
 def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return numbers on a device; cached, since the host would wait for the copy at every token."""
-    return torch.tensor(values, device=device, dtype=dtype)
+    found = _cached_on_device(values, device, dtype)
+    if (collected := _collected.get()) is not None:
+        collected.append(found)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _cached_on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # a tensor of inference mode could not be used outside of it
+        return torch.tensor(values, device=device, dtype=dtype)
 
 
 def join_contexts(contexts: Sequence[Context]) -> Context:

@@ -275,6 +275,10 @@ class Weights(Protocol):
     def skips_searches(self) -> bool:
         """Whether `search_mask` leaves out any position."""
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can contain their computation: nothing of it is decided or read by the host."""
+
     def search_mask(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput | None]) -> Tensor | None:
         """Mark the (N,) positions where memories without an output (None) are worth a search; None: all."""
 
@@ -285,6 +289,7 @@ class FixedWeights:
 
     values: tuple[float, ...]
     kind: str = "fixed"
+    capturable: ClassVar[bool] = True
     skips_searches: ClassVar[bool] = False
     uses_evidence: ClassVar[bool] = False
 
@@ -312,6 +317,7 @@ class BucketWeights:
     buckets: Buckets
     memory: int  # which memory's neighbours
     kind: str = "buckets"
+    capturable: ClassVar[bool] = False  # the buckets are copied from the host
     skips_searches: ClassVar[bool] = False
     uses_evidence: ClassVar[bool] = False
 
@@ -345,6 +351,11 @@ class GatedWeights:
     def skips_searches(self) -> bool:
         """Whether a fraction of the positions is not searched for."""
         return self.skip is not None and self.fraction > 0
+
+    @property
+    def capturable(self) -> bool:
+        """Whether every position is searched for: the host reads which ones are."""
+        return not self.skips_searches
 
     @property
     def uses_evidence(self) -> bool:

@@ -266,7 +266,7 @@ class PassGraphs:
             torch.cuda.empty_cache()  # the graph has memory of its own
         try:
             pool = next((graph.pool for _, graph in self._graphs.values()), None)
-            captured = capture_graph(step, pool=pool)
+            captured = capture_graph(step, device, pool=pool, rehearse=True)
             if len(captured.written) != 1 + len(passes.weights):
                 raise RuntimeError("some weights have no gradient")
         except RuntimeError as error:
