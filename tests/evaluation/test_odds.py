@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers.pairs import pair_lm, pairs
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.evaluation import odds
-from knnlm.evaluation.odds import ChosenOdds, OddsFigures, best_choice, best_factor, choose_odds, is_past_best
+from knnlm.evaluation.odds import ChosenOdds, OddsFigures, OddsSearch, best_choice, best_factor, is_past_best
 from knnlm.evaluation.quality import score_translations
 from knnlm.evaluation.tune import FEW_KS
 from knnlm.ingest.build import build
@@ -79,7 +79,7 @@ def figures(*rows):
 
 def test_best_factor_keeps_text_of_another_domain():
     assert best_factor(figures((0, 1, None), (1, 5, None), (2, 7, None), (4, 6, None))) == 2
-    assert best_factor(figures((0, 1, 40), (1, 5, 40.1), (2, 7, 39.7), (4, 8, 39))) == 1
+    assert best_factor(figures((0, 1, 40), (1, 5, 40.1), (2, 7, 39.6), (4, 8, 39))) == 1
     assert best_factor(figures((0, 1, 40), (1, 5, 39.8), (2, 7, 39.8))) == 2
     assert best_factor(figures((0, 1, 40), (1, 5, 30), (2, 7, 20))) == 1
 
@@ -89,7 +89,7 @@ def test_larger_factors_end_after_two_losses_or_with_other_text():
     assert not is_past_best(figures((0, 9, None), (1, 7, None), (2, 6, None)))
     assert is_past_best(figures((0, 9, None), (1, 7, None), (2, 6, None), (4, 5, None)))
     assert not is_past_best(figures((0, 9, None), (1, 7, None), (2, 6, None), (4, 6.5, None)))
-    assert is_past_best(figures((0, 9, 40), (1, 10, 39.7)))
+    assert is_past_best(figures((0, 9, 40), (1, 10, 39.6)))
     assert not is_past_best(figures((0, 9, 40), (1, 10, 39.8)))
 
 
@@ -97,7 +97,7 @@ def test_figures_equal_translations_with_the_multiplied_weights(lm, path, monkey
     monkeypatch.setattr(odds, "_NEW_TOKENS", 60)  # random weights do not end a translation
     mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
     other = pairs(5, start=90)
-    chosen = choose_odds(mixture, VALID, other=other)
+    chosen = OddsSearch(mixture, VALID, other=other).choose()
     assert mixture.lmbda == pytest.approx(0.2)
     assert [own.factor for own in chosen.figures[:2]] == [0, 1]
     for own in chosen.figures:
@@ -109,13 +109,47 @@ def test_figures_equal_translations_with_the_multiplied_weights(lm, path, monkey
     assert chosen.factor == best_factor(chosen.figures)
 
 
+def test_other_sources_outside_the_domain_are_translated_once(lm, path, monkeypatch):
+    """The figures equal translations of all sources, in which the memories are used for those inside only."""
+    monkeypatch.setattr(odds, "_NEW_TOKENS", 60)
+    mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
+    other = pairs(6, start=90)
+    inside = torch.tensor([False, True, False, False, True, False])
+    tokens = [tuple(row) for row in lm.encode_sources([pair.source_text for pair in other])]
+
+    class Domain:
+        def in_domain(self, _, rows):
+            return torch.tensor([tuple(row) not in tokens or bool(inside[tokens.index(tuple(row))]) for row in rows])
+
+    mixture.source_domain = Domain()
+    translated = []
+    translate = mixture.translate
+    monkeypatch.setattr(
+        mixture, "translate", lambda sources, **how: (translated.extend(sources), translate(sources, **how))[1]
+    )
+    chosen = OddsSearch(mixture, VALID, other=other).choose()
+    for pair, is_inside in zip(other, inside.tolist(), strict=True):
+        assert translated.count(pair.source_text) == (len(chosen.figures) if is_inside else 1)
+    for own in chosen.figures[1:]:
+        lmbda = own.factor * 0.2 / (0.8 + own.factor * 0.2)
+        whole = Mixture.open(path, lm, memories="knn", lmbda=lmbda, k=4, knn_temperature=10.0)
+        whole.source_domain = Domain()
+        texts = whole.translate([pair.source_text for pair in other], max_new_tokens=60, batch_size=6)
+        assert own.other_bleu == pytest.approx(score_translations(texts, [pair.text for pair in other]).bleu)
+
+
 def test_figures_of_the_model_alone_are_not_computed_again(lm, path, monkeypatch):
     monkeypatch.setattr(odds, "_NEW_TOKENS", 60)
     mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
-    chosen = choose_odds(mixture, VALID)
-    again = choose_odds(mixture, VALID, alone=replace(chosen.alone, bleu=77.0))
-    assert again.alone.bleu == 77.0
-    assert again.figures[1:] == chosen.figures[1:]
+    search = OddsSearch(mixture, VALID)
+    alone, translate = [], odds._translate
+    monkeypatch.setattr(
+        odds, "_translate", lambda *args, **how: (alone.append(how.get("use_memory", True)), translate(*args, **how))[1]
+    )
+    chosen = search.choose()
+    assert alone.count(False) == 2  # of the pairs, and of no others
+    assert search.choose() == chosen
+    assert alone.count(False) == 2
     assert {own.max_k for own in chosen.figures[1:]} == {4}
     assert chosen.alone.max_k is None
 
@@ -178,4 +212,4 @@ def test_quality_without_translations_is_refused(lm, path):
     with pytest.raises(ParameterError, match="at least 0, not -1"):
         mixture.tune(VALID, quality=-1)
     with pytest.raises(CorpusError, match="no pairs"):
-        choose_odds(mixture, [])
+        OddsSearch(mixture, [])

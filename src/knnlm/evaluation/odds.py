@@ -10,13 +10,14 @@ translations than few, so that both are tried.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError
 from knnlm.evaluation.quality import TextScores, score_translations
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.weights import Weights, multiply_odds
@@ -25,7 +26,7 @@ from knnlm.progress import Progress, silent
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
 _BATCH_SIZE = 128  # sources that are translated together
 _NEW_TOKENS = 128  # of a translation, at most: a model that knows a domain badly may repeat itself without end
-MAX_LOSS = 0.25  # BLEU that text of another domain may lose against the model alone
+MAX_LOSS = 0.35  # BLEU that text of another domain may lose against the model alone
 
 
 @dataclass(frozen=True)
@@ -66,39 +67,68 @@ class ChosenOdds:
         return {"factor": self.factor, "max_k": self.best.max_k, "tried": [own.as_dict() for own in self.figures]}
 
 
-def choose_odds(
-    mixture: Mixture,
-    pairs: Sequence[Document],
-    *,
-    other: Sequence[Document] = (),
-    alone: OddsFigures | None = None,
-    progress: Progress = silent,
-) -> ChosenOdds:
-    """Translate pairs with each factor, and return the weights with the best BLEU.
+class OddsSearch:
+    """Held-out pairs, and the translations of the model alone, which every choice is compared with."""
 
-    After two factors that were each worse than the one before, no larger one is tried. `other` are pairs of another
-    domain, `alone` the figures of the model alone if they are known. The mixture keeps its weights.
-    """
-    if not pairs:
-        raise CorpusError("There are no pairs to translate.")
-    fitted, figures = mixture.weights, [alone] if alone else []
-    max_k = max((memory.max_k for memory in mixture.memories if isinstance(memory, NeighbourMemory)), default=None)
-    factors = FACTORS if alone else (0.0, *FACTORS)
-    with progress("translating", total=len(factors) * (len(pairs) + len(other)), unit="sentences") as advance:
-        for factor in factors:
-            mixture.weights = multiply_odds(fitted, factor or 1.0)
-            try:
-                own = _translate(mixture, pairs, use_memory=factor > 0)
-                elsewhere = _translate(mixture, other, use_memory=factor > 0) if other else None
-            finally:
-                mixture.weights = fitted
-            other_bleu = elsewhere.bleu if elsewhere else None
-            figures.append(OddsFigures(factor, own.bleu, own.chrf, other_bleu, max_k if factor else None))
-            advance(len(pairs) + len(other))
-            if factor and is_past_best(figures):
-                break
-    best = best_factor(figures)
-    return ChosenOdds(multiply_odds(fitted, best), best, tuple(figures))
+    def __init__(
+        self,
+        mixture: Mixture,
+        pairs: Sequence[Document],
+        *,
+        other: Sequence[Document] = (),
+        progress: Progress = silent,
+    ) -> None:
+        """Take pairs of the store's domain, and `other` ones, of another domain."""
+        if not pairs:
+            raise CorpusError("There are no pairs to translate.")
+        self._mixture, self._pairs, self._other, self._progress = mixture, pairs, other, progress
+        # Sources outside the domain are translated by the model alone, whatever the weights.
+        self._inside = [number for number, outside in enumerate(_outside_domain(mixture, other)) if not outside]
+        self._alone: OddsFigures | None = None
+        self._other_alone: list[str] = []  # translations of the model alone
+
+    def choose(self) -> ChosenOdds:
+        """Translate the pairs with each factor, and return the weights with the best BLEU.
+
+        After two factors that were each worse than the one before, no larger one is tried. The mixture keeps its
+        weights.
+        """
+        fitted = self._mixture.weights
+        total = len(FACTORS) * (len(self._pairs) + len(self._inside))
+        total += 0 if self._alone else len(self._pairs) + len(self._other)
+        with self._progress("translating", total=total, unit="sentences") as advance:
+            if self._alone is None:
+                self._alone = self._translate_alone(advance)
+            figures = [self._alone]
+            for factor in FACTORS:
+                self._mixture.weights = multiply_odds(fitted, factor)
+                try:
+                    figures.append(self._translate(factor, advance))
+                finally:
+                    self._mixture.weights = fitted
+                if is_past_best(figures):
+                    break
+        best = best_factor(figures)
+        return ChosenOdds(multiply_odds(fitted, best), best, tuple(figures))
+
+    def _translate_alone(self, advance: Callable[[int], None]) -> OddsFigures:
+        own = _score(_translate(self._mixture, self._pairs, use_memory=False), self._pairs)
+        self._other_alone = _translate(self._mixture, self._other, use_memory=False)
+        advance(len(self._pairs) + len(self._other))
+        return OddsFigures(0.0, own.bleu, own.chrf, self._other_bleu(self._other_alone))
+
+    def _translate(self, factor: float, advance: Callable[[int], None]) -> OddsFigures:
+        own = _score(_translate(self._mixture, self._pairs), self._pairs)
+        texts = list(self._other_alone)
+        inside = _translate(self._mixture, [self._other[number] for number in self._inside])
+        for number, text in zip(self._inside, inside, strict=True):
+            texts[number] = text
+        advance(len(self._pairs) + len(self._inside))
+        voting = [memory.max_k for memory in self._mixture.memories if isinstance(memory, NeighbourMemory)]
+        return OddsFigures(factor, own.bleu, own.chrf, self._other_bleu(texts), max(voting, default=None))
+
+    def _other_bleu(self, texts: Sequence[str]) -> float | None:
+        return _score(texts, self._other).bleu if self._other else None
 
 
 def best_factor(figures: Sequence[OddsFigures]) -> float:
@@ -127,8 +157,23 @@ def is_past_best(figures: Sequence[OddsFigures]) -> bool:
     return worse or not _keeps(tried[-1], alone)
 
 
-def _translate(mixture: Mixture, pairs: Sequence[Document], *, use_memory: bool) -> TextScores:
+def _outside_domain(mixture: Mixture, pairs: Sequence[Document]) -> list[bool]:
+    """Return for each pair whether its source is outside the domain of the store."""
+    if not pairs or not mixture.checks_sources:
+        return [False] * len(pairs)
+    lm = mixture.lm
+    assert isinstance(lm, Seq2SeqLM)
+    tokens = [tuple(row) for row in lm.encode_sources([pair.source_text or "" for pair in pairs])]
+    return mixture.outside_domain(lm.mean_source_states(tokens), tokens).tolist()
+
+
+def _translate(mixture: Mixture, pairs: Sequence[Document], *, use_memory: bool = True) -> list[str]:
+    if not pairs:
+        return []
     sources = [pair.source_text or "" for pair in pairs]
     sizes = {"batch_size": _BATCH_SIZE, "max_new_tokens": _NEW_TOKENS}
-    found = mixture.translate(sources, use_memory=use_memory, num_beams=1, **sizes)
-    return score_translations(found, [pair.text for pair in pairs])
+    return mixture.translate(sources, use_memory=use_memory, num_beams=1, **sizes)
+
+
+def _score(texts: Sequence[str], pairs: Sequence[Document]) -> TextScores:
+    return score_translations(texts, [pair.text for pair in pairs])

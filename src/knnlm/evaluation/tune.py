@@ -34,7 +34,7 @@ from knnlm.evaluation.evaluate import (
     score_sums,
     summarise,
 )
-from knnlm.evaluation.odds import ChosenOdds, OddsFigures, best_choice, choose_odds
+from knnlm.evaluation.odds import ChosenOdds, OddsSearch, best_choice
 from knnlm.evaluation.quality import check_metrics
 from knnlm.evaluation.samples import check_sample_count, sample_documents
 from knnlm.evaluation.support import SupportFigures, fit_support
@@ -80,11 +80,12 @@ from knnlm.progress import Progress, silent
 
 MAX_SAMPLES = 60_000  # tokens that the model writes for the training of a gate
 FEW_KS = (1, 4, 8, 16)  # tried beside the usual ones where translations decide
+OTHER_PAIRS = 4  # of another domain, for each pair that is held out to be translated
 MAX_SOURCES = 4000  # of each kind, that the domain of sources is fitted to
 
 _Columns = TypeVar("_Columns", MemoryFeatures, Positions)
 SettingsByMemory = Sequence[Sequence[VoteParams]]  # for each memory; empty where it has no neighbours
-Choose = Callable[[Sequence[tuple[VoteParams, ...]], Weights, OddsFigures | None], ChosenOdds]
+Choose = Callable[[Sequence[tuple[VoteParams, ...]], Weights], ChosenOdds]
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,9 @@ def tune(
         raise ParameterError("Text of another domain trains a gate with online weights; other weights do not use it.")
     if quality or (other and mixture.lm.has_encoder):
         documents, other = (list(first_documents(each, mixture.lm, limit)) for each in (documents, other))
-    (documents, some), (other, others) = (_hold_out(each, quality) for each in (documents, other))
+    documents, some = _hold_out(documents, quality)
+    # Few sources of another domain pass the check of the domain, and only these are translated more than once.
+    other, others = _hold_out(other, OTHER_PAIRS * quality)
     if quality and not some:
         raise CorpusError("A third of the pairs is held out to be translated, so that at least 3 are needed.")
     specs, grid = mixture.specs, grid or Grid.of()
@@ -171,7 +174,9 @@ def tune(
         source_domain = _fit_source_domain(mixture.lm, store, documents, other) if other else None
         mixture.source_domain = source_domain
         if quality:
-            options["choose"] = partial(_choose_odds, mixture, some, others, progress)
+            options["choose"] = partial(
+                _choose_odds, mixture, OddsSearch(mixture, some, other=others, progress=progress)
+            )
         result = tune_trace(
             trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=elsewhere, **options
         )
@@ -214,17 +219,11 @@ def _fit_source_domain(
 
 
 def _choose_odds(
-    mixture: Mixture,
-    pairs: Sequence[Document],
-    other: Sequence[Document],
-    progress: Progress,
-    settings: Sequence[tuple[VoteParams, ...]],
-    weights: Weights,
-    alone: OddsFigures | None,
+    mixture: Mixture, search: OddsSearch, settings: Sequence[tuple[VoteParams, ...]], weights: Weights
 ) -> ChosenOdds:
     """Choose the odds of a mixture with these settings and weights, which it keeps."""
     _apply(mixture, settings, weights)
-    return choose_odds(mixture, pairs, other=other, alone=alone, progress=progress)
+    return search.choose()
 
 
 def _check_texts(lm: CausalLM, *, samples: int | None, quality: int) -> None:
@@ -328,9 +327,7 @@ def _fit_settings(
 
 def _choose_by_quality(found: Sequence[_FittedSettings], choose: Choose) -> tuple[_FittedSettings, ChosenOdds]:
     """Return the settings with the best translations, and their odds with the figures of all."""
-    chosen: list[ChosenOdds] = []
-    for own in found:
-        chosen.append(choose(own.settings, own.fitted.weights, chosen[0].alone if chosen else None))
+    chosen = [choose(own.settings, own.fitted.weights) for own in found]
     place = best_choice(chosen)
     others = [figures for number, own in enumerate(chosen) if number != place for figures in own.figures[1:]]
     return found[place], replace(chosen[place], figures=(*chosen[place].figures, *others))
