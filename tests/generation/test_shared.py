@@ -16,6 +16,8 @@ from knnlm.lm.shared import TopLM
 from knnlm.mixture import readers
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.engine.batching import BatchedCache, Prompt, read_prompt
+from knnlm.server.engine.predict import MixtureCache
+from knnlm.server.engine.requests import MemoryOverrides
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
@@ -49,10 +51,10 @@ def opened(store, memories="knn:0.3,decoder:0.4,cache:0.1"):
 def both(store, monkeypatch):
     """The same mixture with a decoder that shares its first blocks, and with a whole one."""
     top = opened(store)
-    assert isinstance(top.readers.models[1], TopLM)
+    assert isinstance(top.readers.tops[1], TopLM)
     monkeypatch.setattr(readers, "share_blocks", lambda _, other, __: other)
     whole = opened(store)
-    assert not isinstance(whole.readers.models[1], TopLM)
+    assert whole.readers.tops[1] is None
     return top, whole
 
 
@@ -113,6 +115,35 @@ def test_sequences_of_a_server_have_the_distributions_of_each_alone(both):
 def test_copies_of_a_mixture_share_too(store):
     mixture = opened(store)
     again = mixture.reopen()
-    assert isinstance(again.readers.models[1], TopLM)
+    assert isinstance(again.readers.tops[1], TopLM)
     clone = copy.copy(mixture)
-    assert clone.readers.models[1] is mixture.readers.models[1]
+    assert clone.readers.tops[1] is mixture.readers.tops[1]
+
+
+def test_mixture_of_some_memories_leaves_the_others_as_they_are(store, tmp_path):
+    """As in a request that names its memories; the store needs states of a block that the decoder alone does not."""
+    lm, _, decoder = store
+    reader = CausalLM.open(str(decoder), device="cpu", layer=0)
+    path = build(documents(6), tmp_path / "docs.store", lm=reader, window=lm.window(64)).path
+    mixture = opened((lm, path, decoder), "decoder:0.4,knn:0.3")
+    before = mixture.evaluate(documents(3, start=40)).perplexity
+    MixtureCache(mixture).get(MemoryOverrides(memories=(mixture.labels[0],)))
+    assert mixture.evaluate(documents(3, start=40)).perplexity == before
+
+
+def test_mixture_that_needs_first_blocks_reads_the_whole_decoder(store, tmp_path):
+    """After a mixture that does not need them, on the same readers."""
+    lm, _, decoder = store
+    alone = opened(store, "decoder:0.4")
+    assert alone.readers.tops[1].first == 2
+    reader = CausalLM.open(str(decoder), device="cpu", layer=0)
+    path = build(documents(6), tmp_path / "docs.store", lm=reader, window=lm.window(64)).path
+    right = opened((lm, path, decoder), "decoder:0.4,knn:0.3")
+    both = Mixture(
+        lm, right.memories, readers=alone.readers, weights=right.weights, labels=right.labels, store=right.store
+    )
+    texts = documents(3, start=40)
+    assert both.evaluate(texts).perplexity == pytest.approx(right.evaluate(texts).perplexity, rel=1e-5)
+    ids = torch.tensor([PROMPTS[0]])
+    found, wanted = (KnnForCausalLM(mixture).generate(ids, **GREEDY) for mixture in (both, right))
+    assert torch.equal(found, wanted)

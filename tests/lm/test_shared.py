@@ -153,11 +153,56 @@ def test_readers_share_only_models_whose_states_are_needed(monkeypatch):
     both = Readers(base)
     both.models.append(other)
     both.share([Source(0)])
-    assert both.models[1] is other
+    assert both.tops == {}
     both.share([Source(0), Source(1, "ffn_input", -1)])
-    top = both.models[1]
+    top = both.tops[1]
     assert isinstance(top, TopLM)
     monkeypatch.setattr(readers, "block_input", None)  # nothing is looked up where nothing is shared
     assert both.trunks([Source(0)]) == []
     both.share([Source(1, LOGITS)])
-    assert both.models[1] is top
+    assert both.tops[1] is top
+
+
+def test_readers_run_the_whole_model_where_its_first_blocks_are_needed():
+    base, other = pair("llama")
+    whole, both = Readers(base), Readers(base)
+    for each in (whole, both):
+        each.models.append(other)
+    both.share([Source(1, LOGITS)])
+    for sources, first in (([Source(1, LOGITS)], 2), ([Source(1, "output", 0)], None), ([Source(1, "output", -1)], 2)):
+        model = both.wanted(sources)[1].model
+        assert (model.first if isinstance(model, TopLM) else None) == first
+        found, right = (
+            [read.context.states for read in each.read(DOCUMENTS, SHAPE, dict.fromkeys(sources, 0), batch_tokens=32)]
+            for each in (both, whole)
+        )
+        for one, expected in zip(found, right, strict=True):
+            torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_whole_model_takes_no_memory_beside_its_last_blocks():
+    base, other = pair("llama", top=2)
+    both = Readers(base)
+    both.models.append(other)
+    both.share([Source(1, LOGITS)])
+    assert both.models[1].identity == other.identity
+    assert both.models[1].key_layer.layer == other.key_layer.layer
+    shared_weights = {id(weight) for model in (base.model, both.tops[1].model) for weight in model.parameters()}
+    assert {id(weight) for weight in both.models[1].model.parameters()} <= shared_weights
+
+
+def test_model_that_cannot_be_split_is_tried_once(monkeypatch):
+    base, other = pair("gpt2")
+    tried, cut = [], shared.last_blocks
+
+    def counted(*args):
+        tried.append(args)
+        return cut(*args)
+
+    monkeypatch.setattr(shared, "last_blocks", counted)
+    both = Readers(base)
+    both.models.append(other)
+    for sources in ([Source(1, LOGITS)], [Source(1, "output", -1)], [Source(1, LOGITS)]):
+        both.share(sources)
+    assert len(tried) == 1
+    assert both.wanted([Source(1, LOGITS)])[1].model is other

@@ -134,7 +134,7 @@ def test_adapted_store_shares_the_first_blocks_of_its_model(model_folder, tmp_pa
     assert code == 0
     assert "all, gated" in shown
     mixture = Mixture.open(tmp_path / "out")
-    top = mixture.readers.models[1]
+    top = mixture.readers.tops[1]
     assert isinstance(top, TopLM)
     assert top.first == 2
     assert mixture.evaluate(documents(2, start=80)).tokens > 0

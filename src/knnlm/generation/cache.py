@@ -107,9 +107,8 @@ def advance(
     """Append one step to the state, and return the context of the positions to predict."""
     every = {source: own for source, own in keys.items() if source.place != BLOCK_INPUT}
     states = {source: own[:, step.kept].flatten(0, 1) for source, own in every.items()}
-    for number, (model, places, wants_logits) in enumerate(mixture.readers.wanted(mixture.history_lengths)):
-        if number:
-            reader = mixture.readers.models.index(model)
+    for reader, model, places, wants_logits in mixture.readers.wanted(mixture.history_lengths):
+        if reader:
             past = _reader_cache(state, reader, model) if isinstance(cache, Cache) else None
             trunk = keys[trunk_of(model)] if isinstance(model, TopLM) else None
             others, logits = _run_reader(mixture, model, places, step, past=past, trunk=trunk)
@@ -157,7 +156,7 @@ def _run_reader(
     # Switching every module to evaluation takes as long as one block of a small model, so only where it is needed.
     mode = eval_mode(model.model) if model.model.training else nullcontext()
     with mode, ExitStack() as hooks:
-        layers = [mixture.readers.layer(source) for source in places]
+        layers = [mixture.readers.layer(source, model) for source in places]
         captured = [hooks.enter_context(layer.capture()) for layer in layers]
         text = {"input_ids": step.tokens} if trunk is None else {"inputs_embeds": trunk}
         output = model.model(return_dict=True, **text, **inputs)

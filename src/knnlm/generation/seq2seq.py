@@ -93,7 +93,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         if not mixture.lm.has_encoder:
             raise ModelError(f"KnnForSeq2SeqLM needs an encoder-decoder model, but {mixture.lm.name} has no encoder.")
         others = [
-            model.name for model, _, _ in mixture.readers.wanted(mixture.history_lengths)[1:] if model.has_encoder
+            model.name for _, model, _, _ in mixture.readers.wanted(mixture.history_lengths)[1:] if model.has_encoder
         ]
         if others:
             raise ModelError(f"Generation with a second encoder-decoder model ({others[0]}) is not supported.")

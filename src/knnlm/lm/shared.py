@@ -93,6 +93,15 @@ def share_blocks(base: CausalLM, other: CausalLM, lowest: int | None = None) -> 
     return TopLM(other, top, first) if works else other
 
 
+def share_tensors(base: CausalLM, other: CausalLM) -> CausalLM:
+    """Return a whole model with the base model's tensors in place of its own ones that are equal."""
+    own = other.key_layer
+    model = last_blocks(other.model, 0, base.model)
+    same = CausalLM(model, other.tokenizer, name=other.name, key_layer=own.place, layer=own.layer)
+    same.__dict__["identity"] = other.identity  # in place of the cached property: the weights are equal
+    return same
+
+
 def equal_blocks(base: PreTrainedModel, other: PreTrainedModel) -> int:
     """Return how many of the first blocks of two models are equal, at most all but one; 0 if embeddings differ."""
     if type(base) is not type(other) or base.device != other.device or base.dtype != other.dtype:

@@ -334,7 +334,7 @@ class Mixture:
         """The largest number of tokens that all models can read at once; None: no limit."""
         limits = [
             model.max_length
-            for model, _, _ in self.readers.wanted(self.history_lengths)
+            for _, model, _, _ in self.readers.wanted(self.history_lengths)
             if model.max_length is not None
         ]
         return min(limits, default=None)

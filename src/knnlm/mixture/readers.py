@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from knnlm.errors import ModelMismatch, ParameterError
 from knnlm.lm.causal import CausalLM, scored_targets
 from knnlm.lm.fingerprint import identity_difference, token_fields
 from knnlm.lm.key_layers import KeyLayer
-from knnlm.lm.shared import BLOCK_INPUT, TopLM, block_input, share_blocks
+from knnlm.lm.shared import BLOCK_INPUT, TopLM, block_input, share_blocks, share_tensors
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Source, SourceTokens, Span
 
@@ -38,12 +38,22 @@ class ReadBatch:
         return self.context.states[LM_LOGITS]
 
 
+class Reading(NamedTuple):
+    """A model that is needed, and what is needed of it."""
+
+    number: int  # of the reader
+    model: CausalLM  # the reader, or its last blocks
+    places: list[Source]  # whose states are needed
+    logits: bool  # whether its logits are needed
+
+
 class Readers:
     """The language model, other models with the same tokenizer, and their key layers."""
 
     def __init__(self, lm: CausalLM) -> None:
-        self.models = [lm]
-        self.layers: dict[Source, KeyLayer] = {}
+        self.models = [lm]  # whole
+        self.tops: dict[int, TopLM | None] = {}  # last blocks by the reader's number; None: they cannot be separated
+        self.layers: dict[tuple[CausalLM, Source], KeyLayer] = {}
 
     def add(self, model: CausalLM) -> int:
         """Add a model with the language model's tokenizer, and return its number; an equal model is added once."""
@@ -65,43 +75,54 @@ class Readers:
         models = enumerate(self.models)
         return next((number for number, model in models if identity_difference(identity, model.identity) is None), None)
 
-    def layer(self, source: Source) -> KeyLayer:
-        """Return the key layer that a source names."""
-        if source not in self.layers:
-            model = self.models[source.reader]
+    def layer(self, source: Source, model: CausalLM | None = None) -> KeyLayer:
+        """Return the key layer that a source names, in the whole model or in the given last blocks of it."""
+        model = self.models[source.reader] if model is None else model
+        if (model, source) not in self.layers:
             if source.place == BLOCK_INPUT:
-                self.layers[source] = block_input(model, source.layer)
+                self.layers[model, source] = block_input(model, source.layer)
             else:
-                self.layers[source] = model.find_layer(source.place, source.layer)
-        return self.layers[source]
+                self.layers[model, source] = model.find_layer(source.place, source.layer)
+        return self.layers[model, source]
 
     def share(self, sources: Iterable[Source]) -> None:
         """Let models that have the first blocks of the language model read its states instead of computing them again.
 
-        `sources` are those whose states are needed.
+        `sources` are those whose states are needed. Whether a model can be split is tried once. The whole model is
+        kept, with the tensors of the language model, for mixtures that need states of its first blocks.
         """
-        sources = list(sources)
-        for number, model in enumerate(self.models):
-            needed = [source for source in sources if source.reader == number]
-            if number and needed:
-                layers = [source.layer % model.key_layer.layers for source in needed if source.place != LOGITS]
-                self.models[number] = share_blocks(self.models[0], model, min(layers, default=None))
+        for number, model, places, _ in self.wanted(sources):
+            if number == 0 or number in self.tops:
+                continue
+            layers = [source.layer % model.key_layer.layers for source in places]
+            top = share_blocks(self.models[0], model, min(layers, default=None))
+            self.tops[number] = None
+            if isinstance(top, TopLM) and top is not model:
+                self.tops[number], self.models[number] = top, share_tensors(self.models[0], model)
 
     def trunks(self, sources: Iterable[Source]) -> list[Source]:
         """Return the places of the language model whose states the last blocks of other models read."""
-        models = [model for model, _, _ in self.wanted(sources)]
+        models = [reading.model for reading in self.wanted(sources)]
         return [trunk_of(model) for model in models if isinstance(model, TopLM)]
 
-    def wanted(self, sources: Iterable[Source]) -> list[tuple[CausalLM, list[Source], bool]]:
+    def wanted(self, sources: Iterable[Source]) -> list[Reading]:
         """Return each model that is needed with its sources, and whether its logits are needed."""
         sources = list(sources)
         needed = []
-        for number, model in enumerate(self.models):
+        for number in range(len(self.models)):
             own = [source for source in sources if source.reader == number]
             places = [source for source in own if source.place != LOGITS]
             if number == 0 or own:
-                needed.append((model, places, number == 0 or len(places) < len(own)))
+                logits = number == 0 or len(places) < len(own)
+                needed.append(Reading(number, self._part(number, places), places, logits))
         return needed
+
+    def _part(self, number: int, places: Sequence[Source]) -> CausalLM:
+        """Return the last blocks of a model if they suffice for some places, else the whole model."""
+        whole, top = self.models[number], self.tops.get(number)
+        if top is None:
+            return whole
+        return top if all(place.layer % top.key_layer.layers >= top.first for place in places) else whole
 
     def read(
         self,
@@ -112,8 +133,7 @@ class Readers:
         batch_tokens: int,
     ) -> Iterator[ReadBatch]:
         """Read documents in windows; `history_lengths` has the number of earlier keys to keep for each source."""
-        wanted = self.wanted(history_lengths)
-        for model, _, _ in wanted:
+        for _, model, _, _ in self.wanted(history_lengths):
             if model.max_length is not None and shape.context > model.max_length:
                 raise ParameterError(
                     f"{model.name} can read only {model.max_length:,} tokens at once, but the store's window has "
@@ -136,8 +156,8 @@ class Readers:
         states: dict[Source, Tensor] = {}
         sources = list(sources)
         captured: dict[Source, list[Tensor]] = {}
-        for number, (model, places, needs_logits) in enumerate(self.wanted(sources)):
-            layers = [self.layer(source) for source in places]
+        for number, model, places, needs_logits in self.wanted(sources):
+            layers = [self.layer(source, model) for source in places]
             inputs = {"inputs_embeds": captured[trunk_of(model)][-1]} if isinstance(model, TopLM) else None
             with ExitStack() as hooks:
                 if not number:
@@ -146,7 +166,7 @@ class Readers:
                 keys, logits = model.read_batch(batch, layers, logits=needs_logits, inputs=inputs)
             states.update(zip(places, keys, strict=True))
             if logits is not None:
-                states[Source(self.models.index(model), LOGITS)] = logits
+                states[Source(number, LOGITS)] = logits
         return states
 
 

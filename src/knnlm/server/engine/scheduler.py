@@ -518,7 +518,7 @@ def _state_layout(mixture: Mixture) -> tuple[Any, ...]:
     """Return what the numbers in the state of a sequence belong to: experts, memories and models."""
     layer, history = mixture.layer, mixture.history_lengths
     experts = layer.config is None, layer.weights.uses_evidence
-    readers = [model.identity for model, _, _ in mixture.readers.wanted(history)]
+    readers = [reading.model.identity for reading in mixture.readers.wanted(history)]
     return experts, mixture.labels, mixture.needs_history, history, readers
 
 
