@@ -9,12 +9,15 @@ import torch
 
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
+from knnlm.errors import ModelError
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.layers import layer_list
 from knnlm.lm.shared import TopLM
 from knnlm.mixture import readers
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.weights import FixedWeights
 from knnlm.server.engine.batching import BatchedCache, Prompt, read_prompt
 from knnlm.server.engine.predict import MixtureCache
 from knnlm.server.engine.requests import MemoryOverrides
@@ -147,3 +150,34 @@ def test_mixture_that_needs_first_blocks_reads_the_whole_decoder(store, tmp_path
     ids = torch.tensor([PROMPTS[0]])
     found, wanted = (KnnForCausalLM(mixture).generate(ids, **GREEDY) for mixture in (both, right))
     assert torch.equal(found, wanted)
+
+
+@pytest.fixture
+def with_dropout(store):
+    """A mixture of the decoder alone, with a language model that has dropout in training."""
+    mixture = opened(store, "decoder:0.4")
+    mixture.weights = FixedWeights((0.0, 1.0))
+    blocks = layer_list(mixture.lm.model)
+    before = [block.self_attn.attention_dropout for block in blocks]
+    for block in blocks:
+        block.self_attn.attention_dropout = 0.5
+    yield KnnForCausalLM(mixture)
+    mixture.lm.model.eval()
+    for block, dropout in zip(blocks, before, strict=True):
+        block.self_attn.attention_dropout = dropout
+
+
+def test_memory_has_no_dropout_of_a_model_in_training(with_dropout):
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        right = with_dropout(ids).logits
+        found = with_dropout.train()(ids).logits
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+
+
+def test_cache_of_evaluation_is_not_continued_in_training(with_dropout):
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        past = with_dropout(ids[:, :4], use_cache=True).past_key_values
+        with pytest.raises(ModelError, match="switched between training and evaluation"):
+            with_dropout.train()(ids[:, 4:], past_key_values=past, use_cache=True)

@@ -62,7 +62,8 @@ class MemoryState:
     # At the last position, if needed: (M · V,) log-probabilities of the components, (E · M,) weights by expert, (M,)
     # which components abstain, and M.
     pending: _HistoryLayer = field(default_factory=_HistoryLayer)
-    reader_caches: dict[int, DynamicCache] = field(default_factory=dict)  # by the reader's number
+    # By the reader's number and the first of its blocks that run: not 0 where it shares those before with the model.
+    reader_caches: dict[tuple[int, int], DynamicCache] = field(default_factory=dict)
 
     def attach(self, cache: Cache) -> None:
         """Append the layers that the cache does not have yet."""
@@ -130,9 +131,15 @@ def advance(
 
 
 def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> DynamicCache:
-    if reader not in state.reader_caches:
-        state.reader_caches[reader] = DynamicCache(config=model.model.config)
-    return state.reader_caches[reader]
+    place = (reader, model.first if isinstance(model, TopLM) else 0)
+    if place not in state.reader_caches:
+        if any(number == reader for number, _ in state.reader_caches):
+            raise ModelError(
+                f"The cache was filled while {model.name} ran with other blocks: the model was switched between "
+                "training and evaluation. Start with an empty cache."
+            )
+        state.reader_caches[place] = DynamicCache(config=model.model.config)
+    return state.reader_caches[place]
 
 
 def _run_reader(

@@ -120,7 +120,8 @@ class Readers:
     def _part(self, number: int, places: Sequence[Source]) -> CausalLM:
         """Return the last blocks of a model if they suffice for some places, else the whole model."""
         whole, top = self.models[number], self.tops.get(number)
-        if top is None:
+        # The states of a language model in training have its dropout, which a memory must not read.
+        if top is None or self.models[0].model.training:
             return whole
         return top if all(place.layer % top.key_layer.layers >= top.first for place in places) else whole
 
