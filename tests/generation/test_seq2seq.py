@@ -263,6 +263,29 @@ def test_subset_search_translates_as_brute_force_over_the_nearest_pairs(every, b
     assert model.generate(**case.inputs(slice(0, 2)), **several).shape[0] == 6
 
 
+class EveryOther:
+    """Stands for the domain of sources: every other source of a batch is inside."""
+
+    def in_domain(self, states, _):
+        return torch.arange(len(states)) % 2 == 0
+
+
+def test_source_outside_the_domain_continues_a_target_by_the_model_alone(marian, monkeypatch):
+    """With online weights, more positions of the given target are predicted than are returned."""
+    model = marian.model()
+    model.mixture.online = OnlineConfig(0.1, 0.01)
+    monkeypatch.setattr(model.mixture, "restrict_to_domain", lambda mixed: mixed)  # by the given target
+    inputs = marian.inputs(slice(2))
+    target = torch.tensor([[*marian.start, 5, 6]] * 2)
+    everywhere = model.generate(**inputs, decoder_input_ids=target, max_new_tokens=5)
+    model.mixture.source_domain = EveryOther()
+    found = model.generate(**inputs, decoder_input_ids=target, max_new_tokens=5)
+    alone = marian.lm.model.generate(**inputs, decoder_input_ids=target, max_new_tokens=5)
+    assert everywhere[1].tolist() != alone[1].tolist()  # so that the test can fail
+    assert found[0].tolist() == everywhere[0].tolist()
+    assert found[1].tolist() == alone[1].tolist()
+
+
 def test_subset_search_with_online_weights_and_tokens_follows_its_beams(nllb, tmp_path):
     path = tmp_path / "tuned.store"
     build(STORED, path, lm=nllb.lm)

@@ -285,9 +285,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             **others,
         )
         generates = _prompts.get() is not None
-        outside = self._outside_domain(output.logits.shape, **others) if generates else None
         if generates and state is None:
-            log_p = step_graphs(self.mixture).predict(context, outside)
+            log_p = step_graphs(self.mixture).predict(context, self._outside_domain(output.logits.shape, **others))
         else:
             mixed = self.mixture.predict(context, all_components=False)
             if mixed.states is not None:
@@ -298,6 +297,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
                 output["logits"] = output.logits if kept is None else output.logits[:, kept]
                 if generates:
                     mixed = self._damp(self.mixture.restrict_to_domain(mixed), state)
+            # After the logits are narrowed: a row of the mixture for each position that remains.
+            outside = self._outside_domain(output.logits.shape, **others) if generates else None
             log_p = (mixed if outside is None else mixed.without_memories(outside)).log_probs()
         log_p = log_p.unflatten(0, output.logits.shape[:2])
         # The output object is the base model's own, so its cache is kept, whatever its class.
