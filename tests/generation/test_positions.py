@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import create_masks_for_generate
 
 from helpers.models import tiny, tiny_tokenizer
 from helpers.pairs import pair_lm, pairs
 from helpers.stores import documents
 from knnlm.errors import ModelError
+from knnlm.generation.cache import text_mask
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 from knnlm.ingest.build import build
@@ -83,6 +85,25 @@ def test_steps_with_a_cache_have_the_positions_of_evaluation(mixture):
     torch.testing.assert_close(torch.cat(found), right, rtol=1e-4, atol=1e-4)
 
 
+def test_static_cache_is_refused(mixture):
+    """Its length is a tensor that the pass changes, and its masks have the width of the whole cache."""
+    ids = torch.tensor([[mixture.lm.start_token, *TEXTS[0]]])
+    cache = transformers.StaticCache(config=mixture.lm.model.config, max_cache_len=32)
+    model = KnnForCausalLM(mixture)
+    with pytest.raises(ModelError, match="A static or offloaded cache cannot carry"):
+        model(ids, past_key_values=cache, use_cache=True)
+    with pytest.raises(ModelError, match="A static or offloaded cache cannot carry"):
+        model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="static", disable_compile=True)
+
+
+def test_length_is_a_copy_where_a_cache_changes_its_own_in_place(mixture, monkeypatch):
+    count = torch.tensor(3)
+    monkeypatch.setattr(transformers.DynamicCache, "get_seq_length", lambda *_: count)
+    length = KnnForCausalLM(mixture)._text_length(transformers.DynamicCache())
+    count.add_(4)
+    assert length == 3
+
+
 def test_generation_of_padded_prompts_has_the_positions_of_evaluation(mixture):
     model = KnnForCausalLM(mixture)
     start = mixture.lm.start_token
@@ -97,6 +118,40 @@ def test_generation_of_padded_prompts_has_the_positions_of_evaluation(mixture):
         for _ in range(5):
             text.append(int(evaluated(mixture, text)[-1].argmax()))
         assert written[row, longest:].tolist() == text[len(tokens) :]
+
+
+@pytest.mark.parametrize("memories", ["knn", "knn,cache"])
+def test_masks_by_kind_of_layer_have_the_positions_of_evaluation(memories, tmp_path):
+    """As transformers prepares them for a hybrid model, here after padding on the left."""
+    lm = CausalLM(tiny("gemma2"), tiny_tokenizer(), name="gemma2")
+    store = build(documents(12), tmp_path / "docs.store", lm=lm)
+    mixture = Mixture.open(store.path, lm, memories=memories, use_tuned=False)
+    mixture.tune(documents(8, start=40), online=False)
+    mixture.weights = replace(mixture.weights, gate=OfPositionAlone(mixture.weights))
+    model = KnnForCausalLM(mixture)
+    assert model._keeps_state == ("cache" in memories)
+    ids = torch.tensor([[0, 0, lm.start_token, *TEXTS[1]], [lm.start_token, *TEXTS[0][:5]]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    with torch.no_grad():
+        masks = create_masks_for_generate(lm.model.config, model.get_input_embeddings()(ids), mask, None)
+        assert isinstance(masks, dict)
+        right = model(ids, attention_mask=mask).logits
+        torch.testing.assert_close(model(ids, attention_mask=masks).logits, right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(right[0, 2:], evaluated(mixture, TEXTS[1]), rtol=1e-4, atol=1e-4)
+    masks.pop("full_attention")
+    with pytest.raises(ModelError, match=r"Pass one mask of \(batch, tokens\)"):
+        text_mask(masks, 2)
+
+
+def test_masks_of_all_kinds_have_the_same_padding():
+    right = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    causal = torch.ones(3, 3, dtype=torch.bool).tril() & right.bool()[:, None, None]  # (2, 1, 3, 3)
+    added = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
+    for full in (right, causal, added):
+        assert torch.equal(text_mask({"full_attention": full}, 2), right)
+    assert torch.equal(text_mask({"full_attention": causal[1:]}, 2), right[1:].expand(2, -1))
+    assert text_mask({"full_attention": None}, 2) is None
+    assert text_mask(right, 2) is right
 
 
 def test_stateful_model_generates_with_the_positions_of_evaluation(tmp_path):

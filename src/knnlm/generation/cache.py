@@ -30,6 +30,7 @@ from knnlm.mixture.readers import trunk_of
 from knnlm.mixture.weights import MixturePrediction
 
 _STATE_ATTRIBUTE = "knnlm_state"
+_FIXED_CACHE = "A static or offloaded cache cannot carry the state of the memories. Use a DynamicCache."
 
 
 class _HistoryLayer(DynamicLayer):
@@ -86,11 +87,30 @@ class ForwardStep:
     origins: Tensor | None = None  # (B, T) of the tokens; None: all are given
 
 
+def refuse_static(cache: Any) -> None:
+    """Raise an error for a cache of a fixed size, whose length and masks do not tell where a text is."""
+    if any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())):
+        raise ModelError(_FIXED_CACHE)
+
+
+def text_mask(mask: Tensor | Mapping[str, Tensor | None] | None, rows: int) -> Tensor | None:
+    """Return the mask of tokens, (B, T) for masks by kind of layer, as transformers prepares them for hybrid models."""
+    if not isinstance(mask, Mapping):
+        return mask
+    full = mask.get("full_attention", NotImplemented)
+    if full is not None and not isinstance(full, Tensor):
+        raise ModelError("The attention masks have no tensor for full attention. Pass one mask of (batch, tokens).")
+    if full is None or full.dim() == 2:
+        return full
+    last = full[:, 0, -1]  # (B, T) the last token attends to all tokens of its text
+    return (last if last.dtype == torch.bool else last >= 0).long().expand(rows, -1)
+
+
 def memory_state(cache: Any) -> MemoryState:
     """Return the state that a cache carries, or a new one for an empty cache."""
-    fixed = any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ()))
-    if fixed or getattr(cache, "offloading", False):
-        raise ModelError("A static or offloaded cache cannot carry the state of the memories. Use a DynamicCache.")
+    refuse_static(cache)
+    if getattr(cache, "offloading", False):
+        raise ModelError(_FIXED_CACHE)
     state = getattr(cache, _STATE_ATTRIBUTE, None)
     if state is not None:
         return state  # type: ignore[no-any-return]

@@ -46,7 +46,9 @@ from knnlm.generation.cache import (
     keep_pending,
     keep_states,
     memory_state,
+    refuse_static,
     spans_of,
+    text_mask,
 )
 from knnlm.generation.step_graph import step_graphs
 from knnlm.index.gpu.deferred import defer_checks
@@ -192,8 +194,10 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         return mixture.needs_positions and bool(getattr(self.base, "_is_stateful", False))
 
     def _text_length(self, cache: Any) -> int:
-        """Return how many tokens of the texts a cache contains."""
-        return cache.get_seq_length() if isinstance(cache, Cache) else 0
+        """Return how many tokens of the texts a cache contains; raise an error for a cache of a fixed size."""
+        refuse_static(self._state_cache(cache))
+        # A copy: the forward pass may change a length that is a tensor.
+        return int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
 
     def _filled_cache(self, output: Any) -> Any:
         """Return that part of the cache in the base model's output."""
@@ -363,7 +367,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         inputs = {name: value for name, value in named.items() if name in self._base_arguments and value is not None}
         # Before the forward pass, because the base model fills the cache.
         state = memory_state(self._state_cache(past_key_values)) if keep_state else None
-        before = self._text_length(past_key_values)
+        locates = state is None and self.mixture.needs_positions
+        before = self._text_length(past_key_values) if locates else 0
         if input_ids is None and self.mixture.needs_tokens:
             raise ModelError("The memories of this mixture need the tokens: pass input_ids, not inputs_embeds.")
         output, keys = self._run_base(input_ids=input_ids, **inputs, **others)
@@ -374,14 +379,15 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         step = None
         if state is None:
             where = None
-            if self.mixture.needs_positions and input_ids is not None:
-                where = _positions(input_ids, attention_mask, before, kept)
+            if locates and input_ids is not None:
+                where = _positions(input_ids, text_mask(attention_mask, len(input_ids)), before, kept)
             context = Context({source: own[:, kept].flatten(0, 1) for source, own in keys.items()}, where=where)
         else:
             assert input_ids is not None
             if origins is None and (prompts := _prompts.get()) is not None:
                 origins = prompts.origins(input_ids, state.tokens.get_seq_length())
-            step = ForwardStep(input_ids, attention_mask, position_ids, kept, origins)
+            mask = text_mask(attention_mask, len(input_ids))
+            step = ForwardStep(input_ids, mask, position_ids, kept, origins)
             context = advance(self.mixture, step, keys, state=state, cache=self._filled_cache(output))
         states = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
         return output, replace(context, states=states), state, step
