@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,25 @@ class Case:
         return self.lm.pad_sources(self.sources[rows])
 
 
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """The case of a family, which is built once."""
+    return lru_cache(lambda family: Case(family, tmp_path_factory.mktemp(family)))
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def every(request, tmp_path_factory):
-    return Case(request.param, tmp_path_factory.mktemp(request.param))
+def every(request, case):
+    return case(request.param)
 
 
 @pytest.fixture(scope="module")
-def marian(tmp_path_factory):
-    return Case("marian", tmp_path_factory.mktemp("one"))
+def marian(case):
+    return case("marian")
 
 
 @pytest.fixture(scope="module")
-def nllb(tmp_path_factory):
-    return Case("m2m_100", tmp_path_factory.mktemp("two"))
+def nllb(case):
+    return case("m2m_100")
 
 
 class BruteForceScores(transformers.LogitsProcessor):

@@ -83,7 +83,7 @@ def test_demo_keeps_held_out_paragraphs_out_of_the_store():
 @pytest.mark.parametrize(
     ("store", "held_out", "samples"),
     # The model writes 256 tokens of a sample one after another, which takes longer than reading all the others.
-    [(7_000, 1_500, 0), pytest.param(14_000, 3_000, None, marks=pytest.mark.slow)],
+    [(3_500, 1_500, 0), pytest.param(14_000, 3_000, None, marks=pytest.mark.slow)],
 )
 def test_store_of_a_few_topics_lowers_the_perplexity_of_others(smol, tmp_path, store, held_out, samples):
     parts = split_topics(store=store, held_out=held_out)
