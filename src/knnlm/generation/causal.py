@@ -10,11 +10,11 @@ import copy
 import inspect
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from knnlm.datastore.locks import purge, writer_lock
 from knnlm.datastore.manifest import is_sharded
 from knnlm.datastore.schema import CATALOG_FILE, LOST_FOLDER
 from knnlm.datastore.store import Datastore
+from knnlm.datastore.suffix_array import SuffixArray, open_suffix_array
 from knnlm.errors import DatastoreError, ModelError, ParameterError
 from knnlm.generation.cache import (
     ForwardStep,
@@ -50,6 +51,8 @@ from knnlm.generation.cache import (
     spans_of,
     text_mask,
 )
+from knnlm.generation.draft import MAX_DRAFT, Drafter
+from knnlm.generation.speculation import Speculation, SpeculationMixin, StoreCandidates, initial_times
 from knnlm.generation.step_graph import step_graphs
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
@@ -141,7 +144,7 @@ class KnnConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-class KnnForCausalLM(PreTrainedModel, GenerationMixin):
+class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
     """A mixture as a transformers model: p = w_0·p_LM + Σ_m w_m·p_m."""
 
     config: KnnConfig
@@ -221,17 +224,29 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         base: Any = self.base
         return cast(dict[str, Any], base.prepare_inputs_for_generation(*args, **kwargs))
 
-    def generate(self, *args: Any, readable_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        *args: Any,
+        readable_mask: Tensor | None = None,
+        draft: bool | Drafter = False,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Generate as transformers does, without a cache where the base model has none of the usual kind.
 
         `readable_mask` (B, T) marks the tokens of the prompts that update the online weights and that the cache reads,
         for example those that a user wrote, and not those of a chat template; None: all.
+
+        `draft` copies tokens from the store and from the text and verifies several at once: the same text in less
+        time. With a `seed`, or with drafts, sampled text depends on the seed and the scores alone; None: any seed.
 
         With deferred checks, a generation in which a search turns out inexact is repeated with checks at each token.
         """
         stateful = self.mixture.needs_history and getattr(self.base, "_is_stateful", False)
         if stateful or "past_key_values" not in self._base_arguments:
             kwargs["use_cache"] = False
+        if draft is not False or seed is not None:
+            return self._speculate(*args, readable_mask=readable_mask, draft=draft, seed=seed, **kwargs)
         run = partial(self._generate_from, *args, readable_mask=readable_mask, **kwargs)
         deferred = self.device.type == "cuda" if self.deferred_checks is None else self.deferred_checks
         if not deferred or len(args) > 1 or any(kwargs.get(name) is not None for name in _STATEFUL_ARGUMENTS):
@@ -244,11 +259,44 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         _restore_random_state(self.device, state)
         return run()
 
+    def _speculate(self, *args: Any, draft: bool | Drafter, seed: int | None, **kwargs: Any) -> Any:
+        """Generate with keyed noise and, unless `draft` is False, with drafts."""
+        candidates = None
+        if draft is not False:
+            self._check_drafts(*args, **kwargs)
+            drafter = Drafter(self._suffixes, initial_times(self.device)) if draft is True else draft
+            candidates = StoreCandidates(drafter)
+            kwargs["prompt_lookup_num_tokens"] = MAX_DRAFT  # transformers then asks for candidates
+            seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        with self.speculate(Speculation(candidates, seed)):
+            output = self.generate(*args, **kwargs)
+        if candidates is not None and _stops(kwargs, self.generation_config):
+            return candidates.cut(output, _prompt(args, kwargs).shape[1])
+        return output
+
+    def _check_drafts(self, *args: Any, **kwargs: Any) -> None:
+        """Raise an error for what cannot be generated with drafts."""
+        prompt, config = _prompt(args, kwargs), kwargs.get("generation_config") or self.generation_config
+        beams, rows = kwargs.get("num_beams") or config.num_beams or 1, 1 if prompt is None else len(prompt)
+        if beams > 1 or rows > 1:
+            what = "beams" if beams > 1 else f"{rows} texts at once"
+            raise ParameterError(f"Drafts cannot be made for {what}: generate one text without beams, or no drafts.")
+        if kwargs.get("use_cache") is False or self.mixture.lm.has_encoder:
+            raise ParameterError(f"{self.mixture.lm.name}: its texts cannot be drafted. Generate without drafts.")
+        if _stops(kwargs, config) and (kwargs.get("streamer") or kwargs.get("return_dict_in_generate")):
+            raise ParameterError(
+                "Text with stop strings or other criteria can be drafted, but then neither streamed nor returned with "
+                "its scores."
+            )
+
+    @cached_property
+    def _suffixes(self) -> SuffixArray | None:
+        """The text of the store for drafts; None if there is no store."""
+        return None if self.mixture.store is None else open_suffix_array(self.mixture.store)
+
     def _generate_from(self, *args: Any, readable_mask: Tensor | None, **kwargs: Any) -> Any:
         """Generate with the online weights of the prompt: tokens that the mixture writes are no evidence."""
-        prompt = next(
-            (value for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if value is not None), None
-        )
+        prompt = _prompt(args, kwargs)
         shape = prompt.shape if isinstance(prompt, Tensor) else (1, 1)  # else: the start token
         if readable_mask is not None and readable_mask.shape != shape:
             raise ParameterError(
@@ -523,15 +571,23 @@ def generate_tokens(
     max_new_tokens: int = 60,
     seed: int | None = None,
     use_memory: bool = True,
+    draft: bool | Drafter = False,
     **settings: Any,
 ) -> list[int]:
-    """Return the tokens that continue a prompt, by the mixture or, without `use_memory`, by the model alone."""
+    """Return the tokens that continue a prompt, by the mixture or, without `use_memory`, by the model alone.
+
+    `draft` and `seed` as in `KnnForCausalLM.generate`: the tokens are the same with drafts and without.
+    """
+    if draft is not False and not use_memory:
+        raise ParameterError("Drafts are verified by the mixture: the model alone generates without them.")
     lm = mixture.lm
     max_length = mixture.max_length if use_memory else lm.max_length
     ids = torch.tensor([lm.prompt(prompt, room=max_new_tokens, max_length=max_length)], device=lm.device)
     if seed is not None:
         torch.manual_seed(seed)
-    model: Any = KnnForCausalLM(mixture) if use_memory else lm.model
+    model: Any = lm.model
+    if use_memory:
+        model, settings = KnnForCausalLM(mixture), {**settings, "draft": draft, "seed": seed}
     # One prompt needs no padding, but transformers warns about a model without a padding token.
     settings.setdefault("pad_token_id", lm.model.config.pad_token_id or lm.start_token)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings)
@@ -544,6 +600,17 @@ def _sources_again(context: Context, states: Mapping[Source, Tensor]) -> list[So
         return None
     before, count = (len(next(iter(each.values()))) for each in (context.states, states))
     return [context.source_tokens[row * before // count] for row in range(count)]
+
+
+def _prompt(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the prompts among the arguments of `generate`; None: the start token."""
+    given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs"))
+    return next((value for value in given if value is not None), None)
+
+
+def _stops(kwargs: Mapping[str, Any], config: Any) -> bool:
+    """Whether `generate` ends texts also by other criteria than their length and the end token."""
+    return bool(kwargs.get("stop_strings") or kwargs.get("stopping_criteria") or config.stop_strings)
 
 
 def _positions(tokens: Tensor, mask: Tensor | None, before: int, kept: slice | Tensor) -> Positions:

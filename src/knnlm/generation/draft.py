@@ -1,0 +1,273 @@
+"""Drafts of the tokens that come next: what followed the last tokens in the texts of a store, and in the text itself.
+
+A draft costs little and is verified by one pass of the mixture over all its tokens, so that the text is the same as
+without drafts. It pays where the text repeats what was written before, and costs time elsewhere. So its length follows
+from what is expected of it: a token is drafted while the probability that it is accepted, together with all tokens
+before it, is larger than its share in the time of a step. Both are estimated during the generation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from knnlm.datastore.suffix_array import DEPTH, Ints, SuffixArray
+
+LONGEST_MATCH = 32  # tokens
+MAX_DRAFT = 24  # tokens
+_SAMPLE = 64  # rows of a match whose followers are counted
+_PLACES = 8  # where two tokens occurred last in the text, that are compared
+_EDGES = (1, 2, 3, 5, 9, 17)  # the shortest match of each class
+_PRIOR = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85)  # the share of drafted tokens that are accepted, by the class of the match
+_PRIOR_TOKENS = 6.0  # that the prior counts as
+_FORGETTING = 0.97  # of what was observed, at each token
+_MARGIN = 1.05  # that a draft must be faster than a step without one
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next."""
+
+    tokens: tuple[int, ...] = ()
+    classes: tuple[int, ...] = ()  # of the match before each token
+    shares: tuple[float, ...] = ()  # of the occurrences of the match that each token followed
+    place: int | None = None  # of the first token in the text of the suffix array; None: from the text itself
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class StoreMatch:
+    """The longest end of a text that occurs in a store."""
+
+    def __init__(self, suffixes: SuffixArray) -> None:
+        self.suffixes = suffixes
+        self.length = 0
+        self.low, self.high = int(suffixes.first[1]), len(suffixes.order)  # rows of the suffix array
+
+    def update(self, numbers: Ints) -> None:
+        """Find the longest end of these numbers, of which some were added since the last call."""
+        longest = min(LONGEST_MATCH, len(numbers))
+        # Where an end occurs, all shorter ones do too.
+        known, failed = 0, longest + 1
+        rows = int(self.suffixes.first[1]), len(self.suffixes.order)
+        trial = min(longest, self.length + 1)
+        while known + 1 < failed:
+            found = self._rows(numbers[len(numbers) - trial :])
+            if found[0] < found[1]:
+                known, rows = trial, found
+                trial = (known + failed + 1) // 2 if failed <= longest else min(longest, 2 * known)
+            else:
+                failed = trial
+                trial = (known + failed) // 2
+            trial = max(known + 1, min(trial, failed - 1))
+        self.length, (self.low, self.high) = known, rows
+
+    def draft(self, count: int) -> Draft:
+        """Return the most frequent continuation, of at most this many tokens."""
+        tokens: list[int] = []
+        shares: list[float] = []
+        low, high, length = self.low, self.high, self.length
+        text, order = self.suffixes.text, self.suffixes.order
+        while self.length and len(tokens) < count and high - low > 1 and length < DEPTH - 1:
+            rows = np.unique(np.linspace(low, high - 1, min(high - low, _SAMPLE)).astype(np.int64))
+            number, votes = Counter(self.suffixes.following(rows, length).tolist()).most_common(1)[0]
+            if not number:  # most of these documents end here
+                break
+            bounds = self.suffixes.extend_match(np.array([low]), np.array([high]), np.array([number]), length)
+            low, high = int(bounds[0][0]), int(bounds[1][0])
+            tokens.append(number - 1)
+            shares.append(votes / len(rows))
+            length += 1
+        if self.length and high - low == 1 and len(tokens) < count:
+            begin = int(order[low]) + length
+            rest = text[begin : begin + count - len(tokens)]
+            ends = np.flatnonzero(rest == 0)
+            rest = rest[: ends[0]] if len(ends) else rest
+            tokens += (rest - 1).tolist()
+            shares += [1.0] * len(rest)
+        classes = [_class(self.length + number) for number in range(len(tokens))]
+        place = int(order[low]) + self.length if tokens else None
+        return Draft(tuple(tokens), tuple(classes), tuple(shares), place)
+
+    def _rows(self, numbers: Ints) -> tuple[int, int]:
+        """Return the rows of the suffix array at which these numbers stand, followed by a token."""
+        pattern, size = numbers.tolist(), len(numbers)
+        text, order = self.suffixes.text, self.suffixes.order
+        low, high = int(self.suffixes.first[pattern[0]]), int(self.suffixes.first[pattern[0] + 1])
+        end = high
+        while low < high:
+            middle = (low + high) // 2
+            place = int(order[middle])
+            # A border after the numbers sorts first.
+            if text[place : place + size + 1].tolist() < [*pattern, 1]:
+                low = middle + 1
+            else:
+                high = middle
+        begin, high = low, end
+        while low < high:
+            middle = (low + high) // 2
+            place = int(order[middle])
+            if text[place : place + size].tolist() <= pattern:
+                low = middle + 1
+            else:
+                high = middle
+        return begin, low
+
+
+class TextMatch:
+    """The longest end of a text that occurred in it before."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # after each two tokens
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """Read the tokens that were added to the text since the last call; another text is read from its beginning."""
+        if self._tokens != list(tokens[: len(self._tokens)]):
+            self._tokens = []
+            self._places.clear()
+        for number in range(len(self._tokens), len(tokens)):
+            if number > 1:  # what follows the two tokens before
+                places = self._places[tokens[number - 2], tokens[number - 1]]
+                places.append(number)
+                del places[:-_PLACES]
+        self._tokens = list(tokens)
+
+    def draft(self, count: int) -> Draft:
+        """Return what followed the longest end, the last time, of at most this many tokens."""
+        if len(self._tokens) < 2:
+            return Draft()
+        best, length = None, 1
+        for place in reversed(self._places.get((self._tokens[-2], self._tokens[-1]), [])):
+            found = self._common(place)
+            if found > length:
+                best, length = place, found
+        if best is None:
+            return Draft()
+        tokens = self._tokens[best : best + count]
+        while len(tokens) < count:  # the text repeats itself
+            tokens.append((self._tokens + tokens)[best + len(tokens)])
+        classes = [_class(length + number) for number in range(count)]
+        return Draft(tuple(tokens), tuple(classes), (1.0,) * count)
+
+    def _common(self, place: int) -> int:
+        """Return how many tokens before a place equal the last ones of the text."""
+        length = 0
+        while length < min(place, LONGEST_MATCH) and self._tokens[place - 1 - length] == self._tokens[-1 - length]:
+            length += 1
+        return length
+
+
+class StepTimes:
+    """The time of a step by the number of drafted tokens, relative to one without: 1 + extra + each · tokens."""
+
+    def __init__(self, *, extra: float, each: float, weight: float = 4.0) -> None:
+        """Take the initial estimates, and the number of steps that they count as."""
+        self._alone: list[float] = []  # seconds of the last steps without a draft
+        self._sums = np.zeros((2, 2))
+        self._products = np.zeros(2)
+        self._line = extra, each
+        for tokens in (1.0, MAX_DRAFT):
+            self._add(tokens, extra + each * tokens, weight)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Add a step."""
+        if not tokens:
+            self._alone = [*self._alone[-8:], seconds]
+        elif self._alone:
+            self._sums *= _FORGETTING
+            self._products *= _FORGETTING
+            self._add(tokens, seconds / float(np.median(self._alone)) - 1, 1.0)
+            extra, each = np.linalg.solve(self._sums + 1e-6 * np.eye(2), self._products)
+            self._line = float(extra), float(each)
+
+    def relative(self, tokens: int) -> float:
+        """Return the expected time of a step, relative to one without a draft."""
+        if not tokens:
+            return 1.0
+        return max(1.0, 1 + self._line[0] + self._line[1] * tokens)
+
+    def _add(self, tokens: float, more: float, weight: float) -> None:
+        row = np.array([1.0, tokens])
+        self._sums += weight * np.outer(row, row)
+        self._products += weight * more * row
+
+
+@dataclass
+class Acceptance:
+    """The share of drafted tokens that are accepted, by the class of the match."""
+
+    accepted: list[float] = field(default_factory=lambda: [0.0] * len(_EDGES))
+    tried: list[float] = field(default_factory=lambda: [0.0] * len(_EDGES))
+
+    def probability(self, number: int, share: float) -> float:
+        """Return the probability that a token is accepted after a match of a class."""
+        known = (self.accepted[number] + _PRIOR_TOKENS * _PRIOR[number]) / (self.tried[number] + _PRIOR_TOKENS)
+        return known * share
+
+    def observe(self, draft: Draft, accepted: int) -> None:
+        """Count the tokens of a draft up to the first one that was not accepted."""
+        for place in range(min(len(draft), accepted + 1)):
+            number = draft.classes[place]
+            self.tried[number] = _FORGETTING * self.tried[number] + 1
+            self.accepted[number] = _FORGETTING * self.accepted[number] + (place < accepted)
+
+
+class Drafter:
+    """Drafts for one text, from a store and from the text itself."""
+
+    def __init__(self, suffixes: SuffixArray | None, times: StepTimes, *, max_tokens: int = MAX_DRAFT) -> None:
+        self._store = None if suffixes is None else StoreMatch(suffixes)
+        self._text = TextMatch()
+        self._times = times
+        self._acceptance = (Acceptance(), Acceptance())  # from the store, and from the text
+        self._max_tokens = max_tokens
+        self._last = Draft()
+        self.drafted = self.accepted = 0  # tokens
+
+    def draft(self, tokens: Sequence[int], room: int) -> Draft:
+        """Return a draft of at most `room` tokens after a text, the start token first; empty where none pays."""
+        count = min(room, self._max_tokens)
+        self._last = Draft()
+        if count < 1:
+            return self._last
+        self._text.update(tokens)
+        found = [self._text.draft(count)]
+        if self._store is not None:
+            tail = np.asarray(tokens[-LONGEST_MATCH:], np.int64)
+            self._store.update(self._store.suffixes.encode(tail, begins=len(tokens) <= LONGEST_MATCH))
+            found.append(self._store.draft(count))
+        cut = [self._cut(draft) for draft in found]
+        gain, self._last = max(cut, key=lambda each: each[0])
+        if gain < _MARGIN:
+            self._last = Draft()
+        return self._last
+
+    def observe(self, accepted: int, seconds: float | None = None) -> None:
+        """Learn from the verification of the last draft, and from the time of its step."""
+        self.drafted += len(self._last)
+        self.accepted += accepted
+        self._acceptance[self._last.place is None].observe(self._last, accepted)
+        if seconds is not None:
+            self._times.observe(len(self._last), seconds)
+
+    def _cut(self, draft: Draft) -> tuple[float, Draft]:
+        """Return the begin of a draft that is expected to be fastest, and how much faster than no draft."""
+        acceptance = self._acceptance[draft.place is None]
+        probability, expected, best, length = 1.0, 1.0, 1.0, 0
+        for number, (kind, share) in enumerate(zip(draft.classes, draft.shares, strict=True), 1):
+            probability *= acceptance.probability(kind, share)
+            expected += probability
+            speed = expected / self._times.relative(number)
+            if speed > best:
+                best, length = speed, number
+        return best, Draft(draft.tokens[:length], draft.classes[:length], draft.shares[:length], draft.place)
+
+
+def _class(match: int) -> int:
+    """Return the class of a match by its length."""
+    return next((number for number in reversed(range(len(_EDGES))) if match >= _EDGES[number]), 0)

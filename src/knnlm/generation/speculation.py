@@ -1,0 +1,145 @@
+"""Generation with drafts: several tokens in one pass, and the same text as without.
+
+transformers verifies drafts in its assisted generation; here are the drafts. Text is sampled as the largest of the
+log-probabilities plus Gumbel noise, which depends on the seed and the position alone. So a sampled text is a greedy one
+of other scores, and drafts do not change it either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from knnlm.generation.draft import Draft, Drafter, StepTimes
+
+_MODULUS = 2**63 - 1
+
+
+class KeyedSample(LogitsProcessor):
+    """Leaves only one token of each row possible: a sample of the softmax of the scores."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Return (B, V) scores that are 0 for the sample after (B, T) tokens, and -inf for all others."""
+        rows = [gumbel(self._seed, row, input_ids.shape[1], scores.shape[-1]) for row in range(len(scores))]
+        best = (scores.double() + torch.stack(rows).to(scores.device)).argmax(-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, best, 0.0)
+
+
+def gumbel(seed: int, row: int, position: int, size: int) -> Tensor:
+    """Return (size,) noise that depends on these numbers alone, not on the device."""
+    key = (seed * 0x9E3779B97F4A7C15 + row * 0xC2B2AE3D27D4EB4F + position * 0x165667B19E3779F9) % _MODULUS
+    uniform = torch.rand(size, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
+    return -(-uniform.clamp(min=1e-300).log()).log()
+
+
+class StoreCandidates(CandidateGenerator):
+    """Drafts for transformers' assisted generation of one text."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.criteria: Any = None  # of the end of the text
+        self.begin(0)
+
+    def begin(self, max_length: int) -> None:
+        """Begin a text of at most this length."""
+        self.copied: list[CopiedSpan] = []
+        self._max_length = max_length
+        self._last, self._began, self._steps = Draft(), 0.0, 0
+
+    def get_candidates(self, input_ids: Any, **_: Any) -> Any:
+        """Return the (1, T) text with the draft after it, and no scores."""
+        tokens = input_ids[0].tolist()
+        # The pass that verifies a draft also returns the token after it.
+        self._last = self.drafter.draft(tokens, self._max_length - len(tokens) - 1)
+        self._steps, self._began = self._steps + 1, time.perf_counter()
+        return torch.cat([input_ids, input_ids.new_tensor([self._last.tokens]).view(1, -1)], 1), None
+
+    def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: Any) -> None:  # noqa: ARG002
+        """Learn which tokens of the draft were accepted, and the time of the step."""
+        accepted = int(num_matches)
+        if self._last.place is not None and accepted:
+            self.copied.append(CopiedSpan(input_ids.shape[1] - accepted - 1, accepted, self._last.place))
+        reads_prompt = self._steps == 1
+        self.drafter.observe(accepted, None if reads_prompt else time.perf_counter() - self._began)
+
+    def cut(self, tokens: Tensor, start: int) -> Tensor:
+        """Return the (1, T) tokens up to the first one with which a criterion is met, at or after `start`.
+
+        transformers checks criteria after all tokens of a draft that are accepted.
+        """
+        for end in range(start + 1, tokens.shape[1] + 1):
+            if bool(self.criteria(tokens[:, :end], None).all()):
+                return tokens[:, :end]
+        return tokens
+
+
+@dataclass(frozen=True)
+class CopiedSpan:
+    """Drafted tokens that were accepted."""
+
+    start: int  # in the text
+    count: int
+    place: int  # of the first one in the text of the suffix array
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How `generate` chooses tokens: with drafts, and with which noise."""
+
+    candidates: StoreCandidates | None = None  # None: without drafts
+    seed: int | None = None  # of keyed noise; None: as transformers samples
+
+
+_PLAIN = Speculation()
+_active: ContextVar[Speculation] = ContextVar("speculation", default=_PLAIN)
+
+
+class SpeculationMixin:
+    """The hooks of transformers' generation that drafts and keyed noise need."""
+
+    @staticmethod
+    @contextmanager
+    def speculate(speculation: Speculation) -> Iterator[None]:
+        """Generate in this way inside the context."""
+        token = _active.set(speculation)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+    def _get_candidate_generator(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        candidates = _active.get().candidates
+        if candidates is None:
+            return super()._get_candidate_generator(generation_config, *args, **kwargs)  # type: ignore[misc]
+        candidates.begin(generation_config.max_length)
+        return candidates
+
+    def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
+        seed = _active.get().seed
+        if seed is not None and generation_config.do_sample and (generation_config.num_beams or 1) == 1:
+            processors.append(KeyedSample(seed))  # after temperature, top-k and all others
+        return processors
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+        if (candidates := _active.get().candidates) is not None:
+            candidates.criteria = criteria
+        return criteria
+
+
+def initial_times(device: torch.device) -> StepTimes:
+    """Return the expected times of steps with drafts; on a GPU, several tokens take hardly longer than one."""
+    return StepTimes(extra=0.05, each=0.02) if device.type == "cuda" else StepTimes(extra=0.1, each=0.08)

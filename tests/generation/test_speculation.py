@@ -1,0 +1,186 @@
+"""Text that is generated with drafts is the text without them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.models import tiny, tiny_tokenizer
+from helpers.stores import documents
+from knnlm.datastore.suffix_array import open_suffix_array
+from knnlm.errors import ParameterError
+from knnlm.generation.causal import KnnForCausalLM, generate_tokens
+from knnlm.generation.draft import Drafter, StepTimes
+from knnlm.generation.speculation import KeyedSample, StoreCandidates, gumbel
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+
+TEXTS = documents(10)
+MEMORIES = ["knn:0.7", "knn:0.5,ngram:0.4", "knn:0.3,cache:0.3,ngram:0.3"]
+
+
+def eager(model):
+    """A drafter that nearly always drafts, so that much is rejected."""
+    suffixes = open_suffix_array(model.mixture.store)
+    return Drafter(suffixes, StepTimes(extra=0.0, each=0.001, weight=1e9))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return CausalLM(tiny("llama").double(), tiny_tokenizer(), name="llama")
+
+
+@pytest.fixture(scope="module")
+def path(lm, tmp_path_factory):
+    return build(TEXTS, tmp_path_factory.mktemp("draft") / "docs.store", lm=lm, window=lm.window(128)).path
+
+
+@pytest.fixture(scope="module")
+def tuned(lm, tmp_path_factory):
+    """With a gate and online weights."""
+    store = build(TEXTS, tmp_path_factory.mktemp("draft") / "tuned.store", lm=lm, window=lm.window(128))
+    mixture = Mixture.open(store.path, lm, memories="knn,ngram", use_tuned=False)
+    mixture.tune(documents(4, start=40))
+    return KnnForCausalLM(mixture)
+
+
+def prompts(lm, count):
+    """Ends of stored texts, and other ones."""
+    random = np.random.default_rng(3)
+    for number in range(count):
+        tokens = lm.encode(TEXTS[number % len(TEXTS)].text)
+        begin = int(random.integers(0, max(1, len(tokens) - 12)))
+        yield torch.tensor([[lm.start_token, *tokens[begin : begin + int(random.integers(1, 10))]]])
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("memories", MEMORIES)
+def test_text_with_drafts_is_the_text_without(lm, path, memories, sampled):
+    model = KnnForCausalLM(Mixture.open(path, lm, memories=memories, use_tuned=False, k=8, knn_temperature=4.0))
+    drafter, settings = eager(model), {"max_new_tokens": 14, "do_sample": sampled, "seed": 7, "temperature": 0.6}
+    for ids in prompts(lm, 12):
+        expected = model.generate(ids, **settings)
+        assert torch.equal(model.generate(ids, draft=drafter, **settings), expected)
+    assert 0 < drafter.accepted < drafter.drafted
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_online_weights_are_rolled_back_with_rejected_tokens(lm, tuned, sampled):
+    assert tuned.mixture.layer.stateful
+    drafter, settings = eager(tuned), {"max_new_tokens": 14, "do_sample": sampled, "seed": 3}
+    for ids in prompts(lm, 12):
+        assert torch.equal(tuned.generate(ids, draft=drafter, **settings), tuned.generate(ids, **settings))
+    assert 0 < drafter.accepted < drafter.drafted
+
+
+def test_penalties_and_forbidden_tokens_are_applied_before_verification(lm, path):
+    model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.8", use_tuned=False, k=4, knn_temperature=1.0))
+    drafter = eager(model)
+    for ids in prompts(lm, 8):
+        plain = model.generate(ids, max_new_tokens=10)
+        settings = {
+            "max_new_tokens": 14,
+            "repetition_penalty": 1.5,
+            "bad_words_ids": [[int(plain[0, ids.shape[1] + 1])]],
+            "min_new_tokens": 5,
+        }
+        assert torch.equal(model.generate(ids, draft=drafter, **settings), model.generate(ids, **settings))
+    assert 0 < drafter.accepted < drafter.drafted
+
+
+def test_text_ends_at_a_stop_string_inside_a_draft(lm, path):
+    model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.9", use_tuned=False, k=1, knn_temperature=1.0))
+    (ids,) = prompts(lm, 1)
+    drafter = eager(model)
+    whole = model.generate(ids, max_new_tokens=20)
+    stopped = 0
+    for place in range(ids.shape[1], whole.shape[1]):
+        settings = {"max_new_tokens": 20, "stop_strings": [lm.tokenizer.decode(whole[0, place])]}
+        settings["tokenizer"] = lm.tokenizer
+        expected = model.generate(ids, **settings)
+        assert torch.equal(model.generate(ids, draft=drafter, **settings), expected)
+        stopped += expected.shape[1] < whole.shape[1]
+    assert stopped > 5
+
+
+def test_fewer_passes_are_needed_where_the_store_has_the_text(lm, path):
+    model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.9,ngram:0.09", use_tuned=False, k=1))
+    tokens = lm.encode(TEXTS[2].text)
+    ids, passes = torch.tensor([[lm.start_token, *tokens[:8]]]), []
+    model.base.register_forward_hook(lambda *_: passes.append(1))
+    counts = []
+    for draft in (False, eager(model)):
+        passes.clear()
+        written = model.generate(ids, max_new_tokens=24, draft=draft)
+        counts.append(len(passes))
+    assert counts[0] == 24
+    assert counts[1] < 12
+    assert draft.accepted == 24 - counts[1]
+    assert written[0, -24:].tolist() == model.generate(ids, max_new_tokens=24)[0, -24:].tolist()
+
+
+def test_copied_spans_are_text_of_the_store(lm, path):
+    model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.9", use_tuned=False, k=1))
+    suffixes = open_suffix_array(model.mixture.store)
+    candidates = StoreCandidates(eager(model))
+    model_candidates = []
+    original = model._get_candidate_generator
+
+    def keep(*args, **kwargs):
+        model_candidates.append(original(*args, **kwargs))
+        return model_candidates[-1]
+
+    model._get_candidate_generator = keep
+    ids = torch.tensor([[lm.start_token, *lm.encode(TEXTS[1].text)[:6]]])
+    written = model.generate(ids, max_new_tokens=24, draft=candidates.drafter)[0].tolist()
+    copied = model_candidates[0].copied
+    assert copied
+    for span in copied:
+        stored = suffixes.text[span.place : span.place + span.count] - 1
+        assert written[span.start : span.start + span.count] == stored.tolist()
+
+
+def test_sampled_tokens_have_the_probabilities_of_their_scores():
+    """χ² of the tokens sampled at many positions, with 11 degrees of freedom."""
+    probs = torch.softmax(torch.randn(12, generator=torch.Generator().manual_seed(1), dtype=torch.float64), 0)
+    count = 6000
+    sample = KeyedSample(5)
+    tokens = [int(sample(torch.zeros(1, place), probs.log()[None]).argmax()) for place in range(count)]
+    observed = torch.bincount(torch.tensor(tokens), minlength=12)
+    statistic = ((observed - count * probs).square() / (count * probs)).sum()
+    assert float(statistic) < 31.3  # 0.1 %
+
+
+def test_noise_depends_on_seed_row_and_position():
+    assert torch.equal(gumbel(1, 2, 3, 50), gumbel(1, 2, 3, 50))
+    noises = [gumbel(*key, 50) for key in ((1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4), (2**63 - 1, 0, 0))]
+    assert all(not torch.allclose(one, other) for place, one in enumerate(noises) for other in noises[:place])
+    assert all(noise.isfinite().all() for noise in noises)
+
+
+def test_seed_decides_a_sampled_text(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn:0.2", use_tuned=False)
+    texts = [
+        generate_tokens(mixture, "The memory", max_new_tokens=12, do_sample=True, seed=seed, draft=draft)
+        for seed in (1, 2, 1)
+        for draft in (False, True)
+    ]
+    assert texts[0] == texts[1] == texts[4] == texts[5]
+    assert texts[2] == texts[3] != texts[0]
+
+
+def test_what_cannot_be_drafted_is_refused(lm, path):
+    model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.2", use_tuned=False))
+    ids = torch.tensor([[1, 2, 3]])
+    for given, settings, message in (
+        (ids, {"num_beams": 2}, "beams"),
+        (ids.repeat(2, 1), {}, "2 texts at once"),
+        (ids, {"use_cache": False}, "cannot be drafted"),
+        (ids, {"stop_strings": ["a"], "return_dict_in_generate": True}, "neither streamed"),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            model.generate(given, draft=True, max_new_tokens=3, **settings)
+    with pytest.raises(ParameterError, match="model alone"):
+        generate_tokens(model.mixture, "a", use_memory=False, draft=True)
