@@ -7,6 +7,6 @@ import pytest
 from knnlm.training.initial_model import open_initial_model
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def initial(model_folder, lm):
     return open_initial_model(str(model_folder), like=lm)

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from helpers.decoders import equal
 from helpers.stores import documents
 from knnlm.errors import KnnlmWarning, ParameterError
-from knnlm.training import selecting_trainer
+from knnlm.training import decoder, selecting_trainer
 from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
@@ -25,10 +26,24 @@ RATES = (2e-3, 1e-3, 4e-3)
 CONFIG = DecoderConfig(select=True, epochs=3, batch_tokens=256, learning_rate=2e-3, context=64)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_plots():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "draw_curve", lambda *_: b"")
+        yield
+
+
 @pytest.fixture(scope="module")
 def texts(lm):
     every = lm.encode_all([document.text for document in documents(16, words=24)])
     return every[:12], every[12:]
+
+
+@pytest.fixture(scope="module")
+def whole(texts, initial, tmp_path_factory):
+    """The card and the folder of a selection that was not interrupted."""
+    folder = tmp_path_factory.mktemp("selection") / "whole"
+    return train_decoder(texts[0], initial, folder, CONFIG, held_out_text=texts[1], device="cpu"), folder
 
 
 def trials(*rows):
@@ -150,8 +165,8 @@ def held_out_loss(model, lm, rows) -> float:
     return total / count
 
 
-def test_trials_equal_trainings_that_end_there(texts, lm, initial, tmp_path):
-    card = train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
+def test_trials_equal_trainings_that_end_there(texts, lm, initial, whole):
+    card, _ = whole
     found = [Trial(**trial) for trial in card.selection["trials"]]
     assert found[0].loss == pytest.approx(held_out_loss(lm.model, lm, texts[1]), rel=1e-4)
     assert [trial.learning_rate for trial in found[1:4]] == list(CONFIG.learning_rates)
@@ -215,8 +230,8 @@ def test_text_that_teaches_nothing_leaves_the_model_as_it_is(texts, lm, initial,
 
 
 @pytest.mark.parametrize("stop_at", [2, 7, 12, 16])
-def test_interrupted_selection_resumes_with_the_same_result(texts, initial, tmp_path, monkeypatch, stop_at):
-    whole = train_decoder(texts[0], initial, tmp_path / "whole", CONFIG, held_out_text=texts[1], device="cpu")
+def test_interrupted_selection_resumes_with_the_same_result(texts, initial, tmp_path, monkeypatch, whole, stop_at):
+    card, folder = whole
     taken = 0
     step = selecting_trainer.SelectingTrainer._step
 
@@ -231,10 +246,42 @@ def test_interrupted_selection_resumes_with_the_same_result(texts, initial, tmp_
     with pytest.raises(KeyboardInterrupt):
         train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
     resumed = train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
-    assert taken >= whole.steps
+    assert taken >= card.steps
+    assert resumed.selection == card.selection
+    assert equal(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("stage", ["interpolated", "published"])
+def test_selection_that_is_interrupted_after_the_average_resumes_with_the_same_result(
+    texts, initial, tmp_path, monkeypatch, stage
+):
+    trainer = selecting_trainer.SelectingTrainer
+    evaluate, config = trainer._evaluate, replace(CONFIG, epochs=1)
+
+    def better(self, epoch):  # the average
+        return [{"loss": 0.1}] if len(self.averages) == 1 else evaluate(self, epoch)
+
+    def interrupted(self, epoch):
+        if len(self.averages) == 2:
+            raise KeyboardInterrupt
+        return better(self, epoch)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "_evaluate", better)
+    whole = train_decoder(texts[0], initial, tmp_path / "whole", config, held_out_text=texts[1], device="cpu")
+    assert whole.selection["chosen"]["average"] == 0.5
+    with monkeypatch.context() as patch:
+        if stage == "interpolated":
+            patch.setattr(trainer, "_evaluate", interrupted)
+        else:
+            patch.setattr(decoder, "_publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_decoder(texts[0], initial, tmp_path / "out", config, held_out_text=texts[1], device="cpu")
+    resumed = train_decoder(texts[0], initial, tmp_path / "out", config, held_out_text=texts[1], device="cpu")
     assert resumed.selection == whole.selection
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert equal(tmp_path / "whole", tmp_path / "out")
 
 
 def diverge_at(monkeypatch, rates, *, from_step=2):

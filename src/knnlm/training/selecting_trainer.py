@@ -186,38 +186,34 @@ class SelectingTrainer(DecoderTrainer):
             _copy(self._present, self._constant)
         state.decays, state.batch, state.piece_step, state.piece_tokens = False, 0, state.step, state.tokens
 
-    @torch.no_grad()
     def _average(self) -> None:
-        """Replace the best weights by their mean with the second best ones, if its loss is smaller."""
+        """Compare the best weights with their mean with the second best ones."""
         best, *others = sorted(trial.loss for trial in self._trials if trial.learning_rate is not None)
         self.averages = [(0.0, best)]
         if not others or not math.isfinite(others[0]):
             return
-        for name, weight in self._trained.items():
-            weight.copy_(torch.lerp(self._best[name], self._second[name], 0.5))
-        loss = self._evaluate(0)[0]["loss"]
-        self.averages.append((0.5, loss))
-        if loss < best:
-            _copy(self._best, {name: weight.detach() for name, weight in self._trained.items()})
+        self._set_between(1.0, average=0.5)
+        self.averages.append((0.5, self._evaluate(0)[0]["loss"]))
 
-    @torch.no_grad()
     def _interpolate(self) -> None:
-        """Set the weights to the point with the smallest loss between the initial and the best ones."""
-        between = []
+        """Set the weights to the point with the smallest loss between the initial and the trained ones."""
+        average, between = _best_share(self.averages), []
         for share in INTERPOLATIONS:
-            self._set_between(share)
+            self._set_between(share, average=average)
             between.append((share, self._evaluate(0)[0]["loss"]))
         trained = min(loss for _, loss in self.averages)
         self.interpolations = [(0.0, self._trials[0].loss), *between, (1.0, trained)]
-        self._set_between(_best_share(self.interpolations))
+        self._set_between(_best_share(self.interpolations), average=average)
 
     @torch.no_grad()
-    def _set_between(self, share: float) -> None:
+    def _set_between(self, share: float, *, average: float) -> None:
+        """Set the weights to a point between the initial ones and an average of the best and the second best ones.
+
+        Those stay as they are, so that a training that was stopped afterwards resumes with the same result.
+        """
         for name, weight in self._trained.items():
-            if share == 1:  # exactly
-                weight.copy_(self._best[name])
-            else:
-                weight.copy_(torch.lerp(self._initial[name], self._best[name], share))
+            trained = torch.lerp(self._best[name], self._second[name], average) if average else self._best[name]
+            weight.copy_(trained if share == 1 else torch.lerp(self._initial[name], trained, share))  # 1: exactly
 
     def _place(self, epochs: float) -> int:
         """Return the number of steps of so many epochs."""
