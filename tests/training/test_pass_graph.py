@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -164,6 +165,33 @@ def test_too_little_memory_for_a_graph_is_no_warning(store, initial, tmp_path, m
     card = fit_decoder(store, initial, tmp_path / "out", **PACKED)
     assert card.notes == []
     assert not [each for each in recwarn if each.category is KnnlmWarning]
+
+
+def test_memory_of_graphs_is_freed_where_a_pass_does_not_fit_beside_them(
+    store, initial, tmp_path, monkeypatch, replays
+):
+    settings = {**PACKED, "held_out": 0.2}
+    train_plainly(store, initial, tmp_path / "plain", monkeypatch, **settings)
+    graphs, refused = [], []
+    capture, losses = decoder_pass.capture_graph, DecoderPass.losses
+
+    def watched(run, **options):
+        made = capture(run, **options)
+        graphs.append(weakref.ref(made))
+        return made
+
+    def losses_beside_graphs(self, *arguments, **options):
+        if not torch.is_grad_enabled() and any(graph() is not None for graph in graphs):
+            refused.append(len(graphs))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return losses(self, *arguments, **options)
+
+    monkeypatch.setattr(decoder_pass, "capture_graph", watched)
+    monkeypatch.setattr(DecoderPass, "losses", losses_beside_graphs)
+    card = fit_decoder(store, initial, tmp_path / "out", **settings)
+    assert refused == [1, 2]  # once in each evaluation after an epoch, whose steps are captured again
+    assert card.notes == []  # rows are not halved
+    check_alike(tmp_path / "plain", tmp_path / "out")
 
 
 @pytest.mark.parametrize(("family", "drops"), [("llama", False), ("gpt2", True)])

@@ -161,6 +161,10 @@ class DecoderPass:
         for weight in self.model.parameters():
             weight.grad = None
 
+    def drop_graphs(self) -> bool:
+        """Free the memory of captured steps, and return whether there were any."""
+        return self._graphs is not None and self._graphs.drop()
+
     def finish(self) -> PreTrainedModel:
         """Return the model; no more passes can be run."""
         self._graphs = None
@@ -246,6 +250,13 @@ class PassGraphs:
         for weight, gradient in zip(self._passes.weights.values(), gradients, strict=True):
             weight.grad = gradient
         return sums.clone()  # the graph writes it again at the next step
+
+    def drop(self) -> bool:
+        """Free all graphs, and return whether there were any; they are captured again after some more steps."""
+        had_any = bool(self._graphs)
+        self._graphs.clear()
+        self._runs.clear()
+        return had_any
 
     def _capture(self, given: PassInputs, shape: Hashable) -> bool:
         """Whether a step of this shape was captured now: after some steps, and while there are few graphs."""

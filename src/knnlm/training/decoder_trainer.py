@@ -400,20 +400,24 @@ class DecoderTrainer:
                 return compute([own for part in parts for own in self._fitting(*part)])
             except torch.OutOfMemoryError:
                 self._pass.drop_gradients()
-            rows = max(len(batch.ids) for batch, _ in parts)
-            if rows <= 1 << self.state.halvings:
-                raise ParameterError(
-                    f"The memory of {self._device} is too small to train on {parts[0][0].ids.shape[1]:,} tokens at "
-                    "once. Use a smaller context or model."
-                )
-            self.state.halvings += 1
+            if not self._pass.drop_graphs():  # without their memory, it may be enough
+                self._halve(parts)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._say(
-                f"The memory of {self._device} is too small for a step at once: it is read in smaller parts, with the "
-                "same gradient.",
-                once="memory",
+
+    def _halve(self, parts: Sequence[_Part]) -> None:
+        """Read half as many rows at once from now on; raise if that is less than one."""
+        if max(len(batch.ids) for batch, _ in parts) <= 1 << self.state.halvings:
+            raise ParameterError(
+                f"The memory of {self._device} is too small to train on {parts[0][0].ids.shape[1]:,} tokens at once. "
+                "Use a smaller context or model."
             )
+        self.state.halvings += 1
+        self._say(
+            f"The memory of {self._device} is too small for a step at once: it is read in smaller parts, with the "
+            "same gradient.",
+            once="memory",
+        )
 
     def _fitting(self, batch: TrainingBatch, sparse: SparseTargets | None) -> Sequence[_Part]:
         rows = math.ceil(len(batch.ids) / (1 << self.state.halvings))
