@@ -20,7 +20,7 @@ from helpers.cli import failure, knnlm
 from helpers.models import VOCABULARY, randomise, tiny_tokenizer
 from helpers.stores import BESIDE, documents
 from helpers.training import fit_adaptation
-from knnlm.cli.train import perplexity
+from knnlm.cli.train import perplexity, selection_rows
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
 from knnlm.datastore.rewrite import derive
@@ -529,6 +529,16 @@ def test_store_with_an_invalid_language_model_is_corrupt(copied, base, value):
 @pytest.mark.parametrize(("value", "words"), [(21.88049, "21.880"), (999_999.0, "999999.000"), (1.7e15, "1.7e+15")])
 def test_perplexity_is_formatted_without_meaningless_digits(value, words):
     assert perplexity(value) == words
+
+
+def test_selection_of_a_decoder_that_was_trained_before_averages_is_shown():
+    chosen = {"learning_rate": 2e-4, "epochs": 1, "interpolation": 0.85}
+    trials = [{"learning_rate": None, "epochs": 0.0, "loss": 2.0}, {"learning_rate": 2e-4, "epochs": 1, "loss": 1.0}]
+    selection = {"trials": trials, "interpolations": [], "chosen": chosen}
+    wanted = "rate 0.0002, 1 epochs, 0.85 of the change"
+    assert selection_rows(selection) == [("rate 0.0002, 1 epochs", "2.718"), ("chosen", wanted)]
+    averaged = {**selection, "chosen": {**chosen, "average": 0.5}}
+    assert selection_rows(averaged)[-1] == ("chosen", f"{wanted}, averaged with the second best")
 
 
 def test_selection_is_shown_recorded_and_chosen_on_the_held_out_text(texts, model_folder, capfd):

@@ -122,7 +122,7 @@ def _show_adapted(out: Path, result: Adaptation, *, json: bool) -> None:
     if json:
         print_json({"out": str(out), **asdict(result), "selection": selection})
         return
-    rows = [*adaptation_rows(result), *_selection_rows(selection)]
+    rows = [*adaptation_rows(result), *selection_rows(selection)]
     rows += leak_warning(result.leaked_documents, result.held_out_documents, "their figures are too good")
     rows.append(("next", f"knnlm eval {out} TEXT, or the decoder without a store: knnlm eval {out}/decoder TEXT"))
     print_table(rows, title=f"perplexity of {count(result.held_out_tokens, 'held-out token')}")
@@ -139,7 +139,7 @@ def adaptation_rows(result: Adaptation) -> list[tuple[str, str]]:
     ]
 
 
-def _selection_rows(selection: dict[str, Any] | None) -> list[tuple[str, str]]:
+def selection_rows(selection: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Return a row for each training that was tried, and what was chosen."""
     if selection is None:
         return []
@@ -150,7 +150,7 @@ def _selection_rows(selection: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
     chosen = selection["chosen"]
     found = f"rate {chosen['learning_rate']:g}, {chosen['epochs']:g} epochs, {chosen['interpolation']:g} of the change"
-    averaged = ", averaged with the second best" if chosen["average"] else ""
+    averaged = ", averaged with the second best" if chosen.get("average") else ""  # older cards have no averages
     return [*rows, ("chosen", found + averaged)]
 
 
