@@ -359,3 +359,24 @@ def test_text_that_diverges_with_every_rate_is_one_clear_error(texts, initial, t
 def test_selection_without_held_out_text_is_refused(texts, initial, tmp_path):
     with pytest.raises(ParameterError, match="held-out text"):
         train_decoder(texts[0], initial, tmp_path / "out", CONFIG, device="cpu")
+
+
+@pytest.mark.parametrize(("device", "size", "place"), [("cpu", 100, "cpu"), ("cuda", 25, "cuda"), ("cuda", 26, "cpu")])
+def test_copies_are_on_the_gpu_if_it_has_memory_to_spare(monkeypatch, device, size, place):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 200))
+    assert selecting_trainer.place_of_copies(torch.device(device), size).type == place
+
+
+def test_copies_take_nine_times_the_memory_of_the_weights(texts, initial, monkeypatch, tmp_path):
+    found = []
+
+    def place_of_copies(device, size):
+        found.append(size)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(selecting_trainer, "place_of_copies", place_of_copies)
+    with pytest.raises(KeyboardInterrupt):
+        train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
+    weights = list(initial.lm.model.parameters())
+    # The optimiser counts its steps for each weight, and is kept twice.
+    assert found == [4 * (9 * sum(weight.numel() for weight in weights) + 2 * len(weights))]

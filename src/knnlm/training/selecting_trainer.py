@@ -31,6 +31,8 @@ from knnlm.training.trainer import Checkpoint, LossCurve, TrainingDiverged
 
 Tensors = dict[str, Tensor]
 
+_MAX_SHARE_OF_COPIES = 0.25  # of the free memory of a GPU; activations need the rest
+
 
 @dataclass
 class SelectionState(DecoderState):
@@ -46,7 +48,8 @@ class SelectingTrainer(DecoderTrainer):
     """A model that is trained with several rates and numbers of epochs, at most those of the configuration.
 
     Besides the present weights and moments, it keeps those at a constant rate that the training may go on from, those
-    before the present decay, the weights after the two best decays, and the initial ones.
+    before the present decay, the weights after the two best decays, and the initial ones: nine times the weights, in
+    the memory of the CPU if that of the GPU has no room to spare.
     """
 
     state: SelectionState
@@ -71,9 +74,11 @@ class SelectingTrainer(DecoderTrainer):
         self._counts = [len(batches.steps(epoch, self._batch_tokens)) for epoch in range(config.epochs + 1)]
         self._warm_up = math.ceil(config.warm_up * self._counts[0])
         self._present = self._tensors()
-        self._before_decay, self._constant = _copies(self._present), _copies(self._present)
         weights = {name: weight.detach() for name, weight in self._trained.items()}
-        self._initial, self._best, self._second = _copies(weights), _copies(weights), _copies(weights)
+        kept = [self._present, self._present, weights, weights, weights]
+        place = place_of_copies(device, sum(tensor.nbytes for tensors in kept for tensor in tensors.values()))
+        copies = (_copies(tensors, place) for tensors in kept)
+        self._before_decay, self._constant, self._initial, self._best, self._second = copies
 
     @property
     def _planned_epochs(self) -> float:
@@ -237,8 +242,15 @@ def _best_share(tried: Sequence[tuple[float, float]]) -> float:
     return min(tried, key=lambda each: each[1])[0]
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+def place_of_copies(device: torch.device, size: int) -> torch.device:
+    """Return where so many bytes are kept that no step uses: on the CPU, if they would take much of a GPU's memory."""
+    if device.type == "cuda" and size > _MAX_SHARE_OF_COPIES * torch.cuda.mem_get_info(device)[0]:
+        return torch.device("cpu")
+    return device
+
+
+def _copies(tensors: Mapping[str, Tensor], place: torch.device) -> Tensors:
+    return {name: tensor.to(place, copy=True) for name, tensor in tensors.items()}
 
 
 def _copy(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
