@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from helpers.cli import failure, knnlm
 from helpers.decoders import equal
 from helpers.stores import documents
 from knnlm.errors import KnnlmWarning, ParameterError
+from knnlm.ingest.build import build
 from knnlm.training import decoder, selecting_trainer
 from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder import train_decoder
@@ -357,8 +360,30 @@ def test_text_that_diverges_with_every_rate_is_one_clear_error(texts, initial, t
 
 
 def test_selection_without_held_out_text_is_refused(texts, initial, tmp_path):
-    with pytest.raises(ParameterError, match="held-out text"):
+    with pytest.raises(ParameterError, match=r"held-out text.*select=False \(--no-select\)"):
         train_decoder(texts[0], initial, tmp_path / "out", CONFIG, device="cpu")
+
+
+def test_store_with_too_little_text_for_a_selection_is_trained_on_without(lm, model_folder, tmp_path, capfd):
+    build(documents(1), tmp_path / "tiny.store", lm=lm).close()
+    command = ("distill", tmp_path / "tiny.store", "--into", "decoder", "--out", tmp_path / "out")
+    options = ("--model", model_folder, "--epochs", 1)
+    assert "--no-select" in failure(capfd, *command, *options)
+    assert knnlm(capfd, *command, *options, "--no-select")[0] == 0
+
+
+def test_progress_bar_is_as_long_as_the_planned_trials(texts, initial, tmp_path):
+    totals, done = [], []
+
+    @contextmanager
+    def progress(what, *, total=None, unit="tokens"):
+        totals.append(total)
+        yield done.append
+
+    run = {"held_out_text": texts[1], "device": "cpu", "progress": progress}
+    card = train_decoder(texts[0], initial, tmp_path / "out", replace(CONFIG, epochs=1, batch_tokens=64), **run)
+    assert totals == [round(planned_epochs(3, 1) * card.tokens)]
+    assert sum(done) == pytest.approx(totals[0], rel=0.2)  # pieces have whole steps
 
 
 @pytest.mark.parametrize(("device", "size", "place"), [("cpu", 100, "cpu"), ("cuda", 25, "cuda"), ("cuda", 26, "cpu")])

@@ -246,7 +246,7 @@ class DecoderTrainer:
 
         devices = [self._device] if self._device.type == "cuda" else []
         try:
-            total = self.config.epochs * self.batches.tokens
+            total = round(self._planned_epochs * self.batches.tokens)
             with torch.random.fork_rng(devices), self._compiled(), progress("training", total=total) as advance:
                 self._announce(advance)
                 while not train(advance):

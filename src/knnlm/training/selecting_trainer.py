@@ -66,7 +66,10 @@ class SelectingTrainer(DecoderTrainer):
     ) -> None:
         super().__init__(model, batches, teacher, config, device=device, initial=initial)
         if not len(batches.held_out):
-            raise ParameterError("Settings are chosen on held-out text: give some, or hold some out.")
+            raise ParameterError(
+                "The learning rate and the epochs are chosen on held-out text, but there is none. Give more text or a "
+                "larger held_out, or train with the given rate and epochs: select=False (--no-select)."
+            )
         self.state = SelectionState()
         self.averages: list[tuple[float, float]] = []  # share of the second best weights, loss on held-out text
         self.interpolations: list[tuple[float, float]] = []  # share of the trained weights, loss on held-out text
