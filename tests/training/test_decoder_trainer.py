@@ -20,7 +20,7 @@ from knnlm.errors import DatastoreError, KnnlmWarning, ParameterError
 from knnlm.ingest.build import build
 from knnlm.lm.windows import WindowShape
 from knnlm.memories.decoder import load_card
-from knnlm.training import adapt, decoder, decoder_trainer
+from knnlm.training import adapt, decoder_trainer
 from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder_pass import DecoderPass
 from knnlm.training.decoder_trainer import DecoderConfig, DecoderTrainer
@@ -40,12 +40,6 @@ def store(lm, tmp_path_factory):
 def targets(store, tmp_path_factory):
     out = tmp_path_factory.mktemp("targets") / "targets"
     return retrieve_targets(store, out, k=32, knn_temperature=20.0, device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def _without_plots(monkeypatch):
-    """Drawing the curve takes longer than training."""
-    monkeypatch.setattr(decoder, "draw_curve", lambda *_: b"")
 
 
 # ------------------------------------------------------------------------------------------------------ packed rows

@@ -17,7 +17,7 @@ from knnlm.errors import KnnlmWarning
 from knnlm.ingest.build import build
 from knnlm.lm.cuda_graph import WARM_RUNS
 from knnlm.lm.windows import WindowShape
-from knnlm.training import decoder, decoder_pass, decoder_trainer
+from knnlm.training import decoder_pass, decoder_trainer
 from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder_pass import DecoderPass, has_dropout
 
@@ -27,11 +27,6 @@ PACKED = {"epochs": 2, "batch_tokens": 256, "learning_rate": 1e-3, "context": 64
 @pytest.fixture(scope="module")
 def store(lm, tmp_path_factory):
     return build(documents(10, words=20), tmp_path_factory.mktemp("graph") / "docs.store", lm=lm)
-
-
-@pytest.fixture(autouse=True)
-def _without_plots(monkeypatch):
-    monkeypatch.setattr(decoder, "draw_curve", lambda *_: b"")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from contextlib import contextmanager
@@ -27,13 +28,6 @@ from knnlm.training.selection import Piece, Trial, constant_rates, falling_rates
 
 RATES = (2e-3, 1e-3, 4e-3)
 CONFIG = DecoderConfig(select=True, epochs=3, batch_tokens=256, learning_rate=2e-3, context=64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_plots():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder, "draw_curve", lambda *_: b"")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +109,13 @@ def test_selection_takes_less_than_twice_the_time_of_three_epochs(epochs, passes
     assert planned_epochs(3, 3) < 2 * 3
 
 
-def plain(initial, texts, rate: float, epochs: float) -> tuple[dict[str, torch.Tensor], float]:
+@pytest.fixture(scope="module")
+def plain(initial, texts):
+    """A training of some rate and epochs, which is run once."""
+    return functools.cache(functools.partial(train_plainly, initial, texts))
+
+
+def train_plainly(initial, texts, rate: float, epochs: float) -> tuple[dict[str, torch.Tensor], float]:
     """The weights and the held-out loss after a constant rate and a decay, in a loop of torch's own AdamW."""
     lm = initial.lm
     config = CONFIG.resolve(TokenStream.from_documents(texts[0]), initial, torch.device("cpu"))
@@ -168,21 +168,21 @@ def held_out_loss(model, lm, rows) -> float:
     return total / count
 
 
-def test_trials_equal_trainings_that_end_there(texts, lm, initial, whole):
+def test_trials_equal_trainings_that_end_there(texts, lm, whole, plain):
     card, _ = whole
     found = [Trial(**trial) for trial in card.selection["trials"]]
     assert found[0].loss == pytest.approx(held_out_loss(lm.model, lm, texts[1]), rel=1e-4)
     assert [trial.learning_rate for trial in found[1:4]] == list(CONFIG.learning_rates)
     assert len(found) > 4
     for trial in found[1:]:
-        _, loss = plain(initial, texts, trial.learning_rate, trial.epochs)
+        _, loss = plain(trial.learning_rate, trial.epochs)
         assert trial.loss == pytest.approx(loss, rel=2e-3)
     assert next_piece(CONFIG.learning_rates, 3, found) is None
 
 
 @pytest.mark.parametrize("helps", [True, False])
 def test_result_is_the_best_point_between_the_initial_and_the_best_weights(
-    texts, lm, initial, tmp_path, monkeypatch, helps
+    texts, lm, initial, tmp_path, monkeypatch, plain, helps
 ):
     evaluate = selecting_trainer.SelectingTrainer._evaluate
     found = []  # of the average; with so little text it does not help
@@ -200,7 +200,7 @@ def test_result_is_the_best_point_between_the_initial_and_the_best_weights(
     chosen, averages = selection["chosen"], dict(map(tuple, selection["averages"]))
     tried = sorted((Trial(**trial) for trial in selection["trials"][1:]), key=lambda trial: trial.loss)
     assert (chosen["learning_rate"], chosen["epochs"]) == (tried[0].learning_rate, tried[0].epochs)
-    (best, _), (second, _) = (plain(initial, texts, trial.learning_rate, trial.epochs) for trial in tried[:2])
+    (best, _), (second, _) = (plain(trial.learning_rate, trial.epochs) for trial in tried[:2])
     mean = {name: (best[name] + second[name]).detach() / 2 for name in best}
     assert averages[0.0] == tried[0].loss
     model = copy.deepcopy(lm.model).float()

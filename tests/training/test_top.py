@@ -19,18 +19,12 @@ from knnlm.lm.layers import layer_list
 from knnlm.lm.shared import TopLM
 from knnlm.lm.windows import WindowShape
 from knnlm.mixture.mixture import Mixture
-from knnlm.training import decoder
 from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import freeze_first_blocks
 
 CONFIG = DecoderConfig(epochs=2, batch_tokens=256, learning_rate=2e-3, context=64, top=1)
-
-
-@pytest.fixture(autouse=True)
-def _without_plots(monkeypatch):
-    monkeypatch.setattr(decoder, "draw_curve", lambda *_: b"")
 
 
 @pytest.fixture(scope="module")
