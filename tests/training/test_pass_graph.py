@@ -124,7 +124,7 @@ def test_capture_that_fails_after_the_backward_pass_leaves_no_gradients(monkeypa
         failed.append(losses)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    def refuse(run, **_):
+    def refuse(run, *_, **__):
         with monkeypatch.context() as patch:
             patch.setattr(decoder_pass, "add_gradients", fail)
             run()
@@ -170,8 +170,8 @@ def test_memory_of_graphs_is_freed_where_a_pass_does_not_fit_beside_them(
     graphs, refused = [], []
     capture, losses = decoder_pass.capture_graph, DecoderPass.losses
 
-    def watched(run, **options):
-        made = capture(run, **options)
+    def watched(*arguments, **options):
+        made = capture(*arguments, **options)
         graphs.append(weakref.ref(made))
         return made
 
