@@ -219,6 +219,21 @@ def test_tune_saves_its_settings_and_eval_uses_them(texts, model_folder, tmp_pat
     assert f"chosen on {again['tokens']:,} tokens of {texts / 'held-out.txt'}" in " ".join(out.split())
 
 
+def test_generate_with_drafts_writes_the_same_text(store_path, capfd):
+    prompt = ("generate", store_path, "The memory of", "--max-new-tokens", 12, "--lambda", 0.9)
+    for extra in ((), ("--do-sample", "--seed", 3)):
+        plain, drafted = (json.loads(knnlm(capfd, *prompt, "--json", *extra, *more)[1]) for more in ((), ("--draft",)))
+        assert drafted["text"] == plain["text"]
+        assert "drafts" not in plain
+        assert 0 <= drafted["drafts"]["accepted"] <= drafted["drafts"]["drafted"]
+    code, _, err = knnlm(capfd, *prompt, "--draft")
+    assert code == 0
+    assert "drafted token" in err
+    code, _, err = knnlm(capfd, *prompt, "--draft", "--no-memory")
+    assert code == 2
+    assert "without them" in err
+
+
 def test_generate_with_and_without_the_store(store_path, capfd, lm):
     prompt = "The memory of a model"
     made = {}

@@ -12,7 +12,7 @@ from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.errors import ParameterError
 from knnlm.generation.causal import KnnForCausalLM, generate_tokens
 from knnlm.generation.draft import Drafter, StepTimes
-from knnlm.generation.speculation import KeyedSample, StoreCandidates, gumbel
+from knnlm.generation.speculation import KeyedSample, describe_drafts, gumbel
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -121,25 +121,25 @@ def test_fewer_passes_are_needed_where_the_store_has_the_text(lm, path):
     assert written[0, -24:].tolist() == model.generate(ids, max_new_tokens=24)[0, -24:].tolist()
 
 
-def test_copied_spans_are_text_of_the_store(lm, path):
+def test_copied_parts_are_found_in_their_documents(lm, path):
     model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.9", use_tuned=False, k=1))
-    suffixes = open_suffix_array(model.mixture.store)
-    candidates = StoreCandidates(eager(model))
-    model_candidates = []
-    original = model._get_candidate_generator
-
-    def keep(*args, **kwargs):
-        model_candidates.append(original(*args, **kwargs))
-        return model_candidates[-1]
-
-    model._get_candidate_generator = keep
-    ids = torch.tensor([[lm.start_token, *lm.encode(TEXTS[1].text)[:6]]])
-    written = model.generate(ids, max_new_tokens=24, draft=candidates.drafter)[0].tolist()
-    copied = model_candidates[0].copied
-    assert copied
-    for span in copied:
-        stored = suffixes.text[span.place : span.place + span.count] - 1
-        assert written[span.start : span.start + span.count] == stored.tolist()
+    store, drafter = model.mixture.store, eager(model)
+    every = {document.id: document for document in store.documents()}
+    parts = []
+    for number in range(5):
+        ids = torch.tensor([[lm.start_token, *lm.encode(TEXTS[number].text)[:6]]])
+        written = model.generate(ids, max_new_tokens=24, draft=drafter)[0, ids.shape[1] :].tolist()
+        described = describe_drafts(drafter, store, written)
+        for part in described["copied"]:
+            first = every[part["document"]].first_entry + part["offset"]
+            stored = store.values(torch.arange(first, first + part["tokens"])).tolist()
+            assert written[part["start"] : part["start"] + part["tokens"]] == stored
+            assert part["source"] == every[part["document"]].source
+        parts += described["copied"]
+        copied = sum(span.count for span in drafter.copied)
+        joined = len(drafter.copied) - len(described["copied"])
+        assert sum(part["tokens"] for part in described["copied"]) == copied + joined  # and the tokens between
+    assert max(part["tokens"] for part in parts) >= 8
 
 
 def test_sampled_tokens_have_the_probabilities_of_their_scores():

@@ -70,7 +70,7 @@ def _continue(lm: CausalLM, result: DemoResult) -> dict[str, Any]:
     mixture = Mixture(lm, result.mixture.knn, lmbda=0.5)
     with waiting("generating"):
         without, mixed = (
-            continue_text(mixture, result.prompt, memory=memory, seed=0, stream=False, max_new_tokens=40)[0]
+            continue_text(mixture, result.prompt, memory=memory, seed=0, stream=False, max_new_tokens=40).text
             for memory in (False, True)
         )
     return {"prompt": result.prompt, "without": without, "with": mixed, "lambda": mixture.lmbda}

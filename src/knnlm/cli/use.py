@@ -42,6 +42,7 @@ from knnlm.cli.output import (
     bar,
     console,
     count,
+    err,
     leak_warning,
     neighbour_table,
     print_json,
@@ -538,6 +539,9 @@ def generate(
         int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.", show_default=False)
     ] = None,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Use the model alone.")] = False,
+    draft: Annotated[
+        bool, typer.Option("--draft", help="Copy tokens from the store and verify several at once: the same text.")
+    ] = False,
     no_domain_check: NoDomainCheck = False,
     mixture: MixtureFlags = MixtureFlags(),
     model: StoreModel = None,
@@ -554,34 +558,65 @@ def generate(
         opened = mixture.open(store, model, machine, domain_check=not no_domain_check, open_index=open_index)
         begin = time.perf_counter()
         stream = not json and sampling.beams == 1
-        text, tokens = continue_text(opened, prompt, memory=not no_memory, seed=seed, stream=stream, **settings)
-    result = {"prompt": prompt, "text": text, "tokens": tokens, "memory": not no_memory}
+        written = continue_text(opened, prompt, memory=not no_memory, seed=seed, stream=stream, draft=draft, **settings)
+    result = {"prompt": prompt, "text": written.text, "tokens": written.tokens, "memory": not no_memory}
     if not stream:
-        show(result | {"seconds": time.perf_counter() - begin}, prompt + text, json=json)
+        drafts = {} if written.drafts is None else {"drafts": written.drafts}
+        show(result | {"seconds": time.perf_counter() - begin} | drafts, prompt + written.text, json=json)
+    if written.drafts is not None and not json:
+        _show_drafts(written.drafts)
+
+
+def _show_drafts(drafts: dict[str, Any]) -> None:
+    """Print how many tokens were drafted, and the documents that most of them are from."""
+    parts = [f"{drafts['accepted']} of {count(drafts['drafted'], 'drafted token')} accepted"]
+    longest = sorted(drafts["copied"], key=lambda each: -each["tokens"])[:3]
+    parts += [f"{count(each['tokens'], 'token')} from {safe(each['source'])}" for each in longest]
+    err.print("; ".join(parts), style="dim", markup=False)
+
+
+@dataclass(frozen=True)
+class WrittenText:
+    """A continuation of a prompt."""
+
+    text: str
+    tokens: int
+    drafts: dict[str, Any] | None = None  # counts and copied parts; None: without drafts
 
 
 def continue_text(
-    mixture: Mixture, prompt: str, *, memory: bool, seed: int | None, stream: bool, **settings: Any
-) -> tuple[str, int]:
-    """Return the continuation of a prompt and the number of its tokens."""
+    mixture: Mixture,
+    prompt: str,
+    *,
+    memory: bool,
+    seed: int | None,
+    stream: bool,
+    draft: bool = False,
+    **settings: Any,
+) -> WrittenText:
+    """Return the continuation of a prompt."""
     from transformers import TextStreamer
 
     from knnlm.generation.causal import generate_tokens
+    from knnlm.generation.speculation import describe_drafts, make_drafter
 
     tokenizer = mixture.lm.tokenizer
     begun = False
 
-    def write(own: Mixture, _: Any) -> list[int]:
+    def write(own: Mixture, _: Any) -> WrittenText:
         nonlocal begun
         if begun and stream:
             console.print()
             warnings.warn("The store has changed, so the text is written again.", KnnlmWarning, stacklevel=2)
         begun = True
         streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
-        return generate_tokens(own, prompt, seed=seed, use_memory=memory, streamer=streamer, **settings)
+        drafter = make_drafter(own) if draft and memory else None
+        how: dict[str, Any] = {"use_memory": memory, "streamer": streamer, "draft": drafter if drafter else draft}
+        tokens = generate_tokens(own, prompt, seed=seed, **how, **settings)
+        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+        return WrittenText(text, len(tokens), describe_drafts(drafter, own.store, tokens) if drafter else None)
 
-    tokens = mixture.answer(write)
-    return str(tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens)
+    return mixture.answer(write)
 
 
 def translate(

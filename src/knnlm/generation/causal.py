@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +38,6 @@ from knnlm.datastore.locks import purge, writer_lock
 from knnlm.datastore.manifest import is_sharded
 from knnlm.datastore.schema import CATALOG_FILE, LOST_FOLDER
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.suffix_array import SuffixArray, open_suffix_array
 from knnlm.errors import DatastoreError, ModelError, ParameterError
 from knnlm.generation.cache import (
     ForwardStep,
@@ -52,7 +51,7 @@ from knnlm.generation.cache import (
     text_mask,
 )
 from knnlm.generation.draft import MAX_DRAFT, Drafter
-from knnlm.generation.speculation import Speculation, SpeculationMixin, StoreCandidates, initial_times
+from knnlm.generation.speculation import Speculation, SpeculationMixin, StoreCandidates, make_drafter
 from knnlm.generation.step_graph import step_graphs
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
@@ -264,7 +263,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         candidates = None
         if draft is not False:
             self._check_drafts(*args, **kwargs)
-            drafter = Drafter(self._suffixes, initial_times(self.device)) if draft is True else draft
+            drafter = make_drafter(self.mixture) if draft is True else draft
             candidates = StoreCandidates(drafter)
             kwargs["prompt_lookup_num_tokens"] = MAX_DRAFT  # transformers then asks for candidates
             seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
@@ -288,11 +287,6 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
                 "Text with stop strings or other criteria can be drafted, but then neither streamed nor returned with "
                 "its scores."
             )
-
-    @cached_property
-    def _suffixes(self) -> SuffixArray | None:
-        """The text of the store for drafts; None if there is no store."""
-        return None if self.mixture.store is None else open_suffix_array(self.mixture.store)
 
     def _generate_from(self, *args: Any, readable_mask: Tensor | None, **kwargs: Any) -> Any:
         """Generate with the online weights of the prompt: tokens that the mixture writes are no evidence."""

@@ -40,6 +40,15 @@ class Draft:
         return len(self.tokens)
 
 
+@dataclass(frozen=True)
+class CopiedSpan:
+    """Tokens of a text that were drafted from the store and accepted."""
+
+    start: int  # in the generated tokens
+    count: int
+    place: int  # of the first one in the text of the suffix array
+
+
 class StoreMatch:
     """The longest end of a text that occurs in a store."""
 
@@ -218,7 +227,7 @@ class Acceptance:
 
 
 class Drafter:
-    """Drafts for one text, from a store and from the text itself."""
+    """Drafts for one text after another, from a store and from the text itself."""
 
     def __init__(self, suffixes: SuffixArray | None, times: StepTimes, *, max_tokens: int = MAX_DRAFT) -> None:
         self._store = None if suffixes is None else StoreMatch(suffixes)
@@ -226,13 +235,20 @@ class Drafter:
         self._times = times
         self._acceptance = (Acceptance(), Acceptance())  # from the store, and from the text
         self._max_tokens = max_tokens
-        self._last = Draft()
-        self.drafted = self.accepted = 0  # tokens
+        self.drafted = self.accepted = 0  # tokens of all texts
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another text; what was learnt is kept."""
+        self.copied: list[CopiedSpan] = []  # into this text
+        self._prompt: int | None = None  # its tokens
+        self._last, self._length = Draft(), 0  # the draft, and the tokens before it
 
     def draft(self, tokens: Sequence[int], room: int) -> Draft:
         """Return a draft of at most `room` tokens after a text, the start token first; empty where none pays."""
         count = min(room, self._max_tokens)
-        self._last = Draft()
+        self._prompt = len(tokens) if self._prompt is None else self._prompt
+        self._last, self._length = Draft(), len(tokens)
         if count < 1:
             return self._last
         self._text.update(tokens)
@@ -251,9 +267,35 @@ class Drafter:
         """Learn from the verification of the last draft, and from the time of its step."""
         self.drafted += len(self._last)
         self.accepted += accepted
+        if accepted and self._last.place is not None:
+            self.copied.append(CopiedSpan(self._length - (self._prompt or 0), accepted, self._last.place))
         self._acceptance[self._last.place is None].observe(self._last, accepted)
         if seconds is not None:
             self._times.observe(len(self._last), seconds)
+
+    def copied_spans(self, tokens: Sequence[int]) -> list[CopiedSpan]:
+        """Return what was copied into generated tokens; spans are joined if the token between is the store's too."""
+        joined: list[CopiedSpan] = []
+        for span in self.copied:
+            last = joined[-1] if joined else None
+            if last is not None and self._follows(last, span, tokens):
+                joined[-1] = CopiedSpan(last.start, span.start + span.count - last.start, last.place)
+            else:
+                joined.append(span)
+        return joined
+
+    def entry_at(self, place: int) -> int:
+        """Return the entry of the store whose token is at a place of the suffix array's text."""
+        assert self._store is not None
+        return place - int(np.count_nonzero(self._store.suffixes.text[:place] == 0))  # borders are no entries
+
+    def _follows(self, last: CopiedSpan, span: CopiedSpan, tokens: Sequence[int]) -> bool:
+        """Whether a span begins one token after the last one, in the text and in the store, and that token is equal."""
+        assert self._store is not None
+        between = last.count  # the pass that verifies a draft returns one more token
+        if (span.start - last.start, span.place - last.place) != (between + 1, between + 1):
+            return False
+        return int(self._store.suffixes.text[last.place + between]) - 1 == tokens[last.start + between]
 
     def _cut(self, draft: Draft) -> tuple[float, Draft]:
         """Return the begin of a draft that is expected to be fastest, and how much faster than no draft."""

@@ -8,10 +8,10 @@ of other scores, and drafts do not change it either.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from knnlm.generation.draft import Draft, Drafter, StepTimes
+from knnlm.datastore.store import Datastore
+from knnlm.datastore.suffix_array import open_suffix_array
+from knnlm.generation.draft import Drafter, StepTimes
+from knnlm.mixture.mixture import Mixture
 
 _MODULUS = 2**63 - 1
 
@@ -54,25 +57,21 @@ class StoreCandidates(CandidateGenerator):
 
     def begin(self, max_length: int) -> None:
         """Begin a text of at most this length."""
-        self.copied: list[CopiedSpan] = []
-        self._max_length = max_length
-        self._last, self._began, self._steps = Draft(), 0.0, 0
+        self.drafter.begin()
+        self._max_length, self._began, self._steps = max_length, 0.0, 0
 
     def get_candidates(self, input_ids: Any, **_: Any) -> Any:
         """Return the (1, T) text with the draft after it, and no scores."""
         tokens = input_ids[0].tolist()
         # The pass that verifies a draft also returns the token after it.
-        self._last = self.drafter.draft(tokens, self._max_length - len(tokens) - 1)
+        draft = self.drafter.draft(tokens, self._max_length - len(tokens) - 1)
         self._steps, self._began = self._steps + 1, time.perf_counter()
-        return torch.cat([input_ids, input_ids.new_tensor([self._last.tokens]).view(1, -1)], 1), None
+        return torch.cat([input_ids, input_ids.new_tensor([draft.tokens]).view(1, -1)], 1), None
 
     def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: Any) -> None:  # noqa: ARG002
         """Learn which tokens of the draft were accepted, and the time of the step."""
-        accepted = int(num_matches)
-        if self._last.place is not None and accepted:
-            self.copied.append(CopiedSpan(input_ids.shape[1] - accepted - 1, accepted, self._last.place))
         reads_prompt = self._steps == 1
-        self.drafter.observe(accepted, None if reads_prompt else time.perf_counter() - self._began)
+        self.drafter.observe(int(num_matches), None if reads_prompt else time.perf_counter() - self._began)
 
     def cut(self, tokens: Tensor, start: int) -> Tensor:
         """Return the (1, T) tokens up to the first one with which a criterion is met, at or after `start`.
@@ -83,15 +82,6 @@ class StoreCandidates(CandidateGenerator):
             if bool(self.criteria(tokens[:, :end], None).all()):
                 return tokens[:, :end]
         return tokens
-
-
-@dataclass(frozen=True)
-class CopiedSpan:
-    """Drafted tokens that were accepted."""
-
-    start: int  # in the text
-    count: int
-    place: int  # of the first one in the text of the suffix array
 
 
 @dataclass(frozen=True)
@@ -140,6 +130,40 @@ class SpeculationMixin:
         return criteria
 
 
-def initial_times(device: torch.device) -> StepTimes:
-    """Return the expected times of steps with drafts; on a GPU, several tokens take hardly longer than one."""
-    return StepTimes(extra=0.05, each=0.02) if device.type == "cuda" else StepTimes(extra=0.1, each=0.08)
+def make_drafter(mixture: Mixture) -> Drafter:
+    """Return drafts from the store of a mixture and from the text itself."""
+    suffixes = None if mixture.store is None else open_suffix_array(mixture.store)
+    # On a GPU, a pass over several tokens takes hardly longer than one over a single token.
+    on_gpu = mixture.lm.device.type == "cuda"
+    return Drafter(suffixes, StepTimes(extra=0.05, each=0.02) if on_gpu else StepTimes(extra=0.1, each=0.08))
+
+
+@dataclass(frozen=True)
+class CopiedText:
+    """A part of a generated text that was copied from a document."""
+
+    start: int  # in the generated tokens
+    tokens: int
+    document: str
+    source: str
+    offset: int  # of its first token in the document
+
+
+def copied_texts(drafter: Drafter, store: Datastore, tokens: Sequence[int]) -> list[CopiedText]:
+    """Return the copied parts of the tokens that were generated."""
+    found = []
+    for span in drafter.copied_spans(tokens):
+        entry = drafter.entry_at(span.place)
+        document = store.document_at(entry)
+        found.append(CopiedText(span.start, span.count, document.id, document.source, entry - document.first_entry))
+    return found
+
+
+def describe_drafts(drafter: Drafter, store: Datastore | None, tokens: Sequence[int]) -> dict[str, Any]:
+    """Return the drafts of generated tokens as JSON types."""
+    copied = [] if store is None else copied_texts(drafter, store, tokens)
+    return {
+        "drafted": drafter.drafted,
+        "accepted": drafter.accepted,
+        "copied": [asdict(part) for part in copied],
+    }
