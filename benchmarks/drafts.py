@@ -1,0 +1,161 @@
+"""Speed of generation with drafts, beside the mixture without them and the model alone.
+
+    python benchmarks/drafts.py CORPUS... --store 60000 --limit 3000 --prompts 8     # half an hour on two cores
+    python benchmarks/drafts.py CORPUS... --limit 20000 --prompts 32 --device cuda
+
+CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. The store is built from
+train, and the weights are chosen on valid. Prompts are parts of test documents or, with --from train, of stored ones.
+Each is continued by the model alone, by the mixture, and by the mixture with drafts, in turn, so that the load of the
+machine is the same for all. `tokens a step` counts the tokens that one pass generates; `same` the texts that are equal
+with drafts and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import knnlm
+from knnlm.evaluation.evaluate import first_documents
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.generation.draft import Drafter
+from knnlm.generation.speculation import make_drafter
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+from perplexity import parser_for, split
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0},
+}
+
+
+def main() -> None:
+    options = parse()
+    lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
+    rows: list[dict[str, Any]] = []
+    for corpus in options.corpus:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure(corpus, Path(folder) / "store", lm, options)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
+    show(rows)
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_for(__doc__)
+    parser.add_argument("--memories", default="knn,ngram")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--from", dest="texts", choices=["test", "train"], default="test", help="texts of the prompts")
+    parser.add_argument("--json", type=Path, help="also write the rows into this file")
+    return parser.parse_args()
+
+
+@dataclass
+class Figures:
+    """Sums over the prompts of one mode."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "mixture": 0.0, "drafts": 0.0})
+    tokens: dict[str, int] = field(default_factory=lambda: {"model": 0, "mixture": 0, "drafts": 0})
+    passes: int = 0  # with drafts
+    same: int = 0
+
+    def speed(self, system: str) -> float:
+        """Return the tokens per second."""
+        return self.tokens[system] / self.seconds[system]
+
+
+def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Build and tune a store, and return a row for each mode."""
+    knnlm.build(first_documents(split(corpus, "train"), lm, options.store), path, lm=lm)
+    mixture = Mixture.open(path, lm, memories=options.memories, use_tuned=False)
+    mixture.tune(split(corpus, "valid"), limit=options.limit, samples=0)
+    model = KnnForCausalLM(mixture)
+    rows = []
+    for mode, settings in MODES.items():
+        figures, drafter = Figures(), make_drafter(mixture)
+        for number, ids in enumerate(prompts(corpus, lm, options)):
+            compare(model, ids, drafter, figures if number else Figures(), options.new_tokens, seed=number, **settings)
+        rows.append(row_of(corpus, mode, figures, drafter))
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def prompts(corpus: Path, lm: CausalLM, options: argparse.Namespace) -> Iterator[torch.Tensor]:
+    """Yield (1, T) prompts from the middle of documents, the first one twice: it warms up."""
+    documents = first_documents(split(corpus, options.texts), lm, options.store if options.texts == "train" else None)
+    count = 0
+    for document in documents:
+        tokens = lm.encode(document.text)
+        begin = len(tokens) // 3
+        if len(tokens) - begin < options.prompt_tokens + options.new_tokens:
+            continue
+        ids = torch.tensor([[lm.start_token, *tokens[begin : begin + options.prompt_tokens]]], device=lm.device)
+        for _ in range(1 if count else 2):
+            yield ids
+        count += 1
+        if count == options.prompts:
+            return
+    if not count:
+        raise SystemExit(f"{corpus}: no document of {options.texts} is long enough.")
+
+
+def compare(
+    model: KnnForCausalLM, ids: torch.Tensor, drafter: Drafter, figures: Figures, count: int, seed: int, **settings: Any
+) -> None:
+    """Continue one prompt in every way, and add times and counts."""
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": count, "pad_token_id": 0, **settings}
+    written, drafted = {}, drafter.accepted
+    for system in figures.seconds:
+        torch.manual_seed(seed)
+        begin = time.perf_counter()
+        if system == "model":
+            output = model.base.generate(ids, **given)
+        else:
+            output = model.generate(ids, **given, seed=seed, draft=drafter if system == "drafts" else False)
+        tokens = output[0, ids.shape[1] :].tolist()  # waits for the device
+        figures.seconds[system] += time.perf_counter() - begin
+        figures.tokens[system] += len(tokens)
+        written[system] = tokens
+    figures.passes += len(written["drafts"]) - (drafter.accepted - drafted)
+    figures.same += written["drafts"] == written["mixture"]
+
+
+def row_of(corpus: Path, mode: str, figures: Figures, drafter: Drafter) -> dict[str, Any]:
+    """Return the figures as JSON types."""
+    speeds = {system: figures.speed(system) for system in figures.seconds}
+    return {
+        "corpus": corpus.name,
+        "mode": mode,
+        **{f"{system}_tokens_per_second": round(speed, 1) for system, speed in speeds.items()},
+        "drafts_of_model": round(speeds["drafts"] / speeds["model"], 3),
+        "drafts_of_mixture": round(speeds["drafts"] / speeds["mixture"], 3),
+        "tokens_per_step": round(figures.tokens["drafts"] / figures.passes, 2),
+        "accepted": round(drafter.accepted / max(1, drafter.drafted), 3),
+        "same": figures.same,
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the rows as a table."""
+    print("| corpus | mode | model tok/s | mixture | drafts | drafts/model | drafts/mixture | tokens a step | same |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    names = ("model_tokens_per_second", "mixture_tokens_per_second", "drafts_tokens_per_second", "drafts_of_model")
+    for row in rows:
+        cells = [row["corpus"], row["mode"], *(row[name] for name in names)]
+        cells += [row["drafts_of_mixture"], row["tokens_per_step"], row["same"]]
+        print("| " + " | ".join(map(str, cells)) + " |")
+
+
+if __name__ == "__main__":
+    main()
