@@ -4,10 +4,10 @@
     python benchmarks/drafts.py CORPUS... --limit 20000 --prompts 32 --device cuda
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. The store is built from
-train, and the weights are chosen on valid. Prompts are parts of test documents or, with --from train, of stored ones.
-Each is continued by the model alone, by the mixture, and by the mixture with drafts, in turn, so that the load of the
-machine is the same for all. `tokens a step` counts the tokens that one pass generates; `same` the texts that are equal
-with drafts and without.
+train, with an index on a CPU, and the weights are chosen on valid. Prompts are parts of test documents or, with --from
+train, of stored ones. Each is continued by the model alone, by the mixture, and by the mixture with drafts, in turn, so
+that the load of the machine is the same for all. `tokens a step` counts the tokens that one pass generates; `same` the
+texts that are equal with drafts and without.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class Figures:
 
 def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Build and tune a store, and return a row for each mode."""
-    knnlm.build(first_documents(split(corpus, "train"), lm, options.store), path, lm=lm)
+    store = knnlm.build(first_documents(split(corpus, "train"), lm, options.store), path, lm=lm)
+    if lm.device.type == "cpu":
+        store.build_index()
     mixture = Mixture.open(path, lm, memories=options.memories, use_tuned=False)
     mixture.tune(split(corpus, "valid"), limit=options.limit, samples=0)
     model = KnnForCausalLM(mixture)
