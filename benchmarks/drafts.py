@@ -68,6 +68,8 @@ class Figures:
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "mixture": 0.0, "drafts": 0.0})
     tokens: dict[str, int] = field(default_factory=lambda: {"model": 0, "mixture": 0, "drafts": 0})
     passes: int = 0  # with drafts
+    drafted: int = 0
+    accepted: int = 0
     same: int = 0
 
     def speed(self, system: str) -> float:
@@ -87,14 +89,16 @@ def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace)
     for mode, settings in MODES.items():
         figures, drafter = Figures(), make_drafter(mixture)
         for number, ids in enumerate(prompts(corpus, lm, options)):
-            compare(model, ids, drafter, figures if number else Figures(), options.new_tokens, seed=number, **settings)
-        rows.append(row_of(corpus, mode, figures, drafter))
+            if not number:  # a warm-up, of which nothing is kept
+                compare(model, ids, make_drafter(mixture), Figures(), options.new_tokens, seed=0, **settings)
+            compare(model, ids, drafter, figures, options.new_tokens, seed=number, **settings)
+        rows.append(row_of(corpus, mode, figures))
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 def prompts(corpus: Path, lm: CausalLM, options: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """Yield (1, T) prompts from the middle of documents, the first one twice: it warms up."""
+    """Yield (1, T) prompts from the middle of documents."""
     documents = first_documents(split(corpus, options.texts), lm, options.store if options.texts == "train" else None)
     count = 0
     for document in documents:
@@ -103,8 +107,7 @@ def prompts(corpus: Path, lm: CausalLM, options: argparse.Namespace) -> Iterator
         if len(tokens) - begin < options.prompt_tokens + options.new_tokens:
             continue
         ids = torch.tensor([[lm.start_token, *tokens[begin : begin + options.prompt_tokens]]], device=lm.device)
-        for _ in range(1 if count else 2):
-            yield ids
+        yield ids
         count += 1
         if count == options.prompts:
             return
@@ -117,7 +120,7 @@ def compare(
 ) -> None:
     """Continue one prompt in every way, and add times and counts."""
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": count, "pad_token_id": 0, **settings}
-    written, drafted = {}, drafter.accepted
+    written = {}
     for system in figures.seconds:
         torch.manual_seed(seed)
         begin = time.perf_counter()
@@ -129,11 +132,13 @@ def compare(
         figures.seconds[system] += time.perf_counter() - begin
         figures.tokens[system] += len(tokens)
         written[system] = tokens
-    figures.passes += len(written["drafts"]) - (drafter.accepted - drafted)
+    figures.passes += len(written["drafts"]) - drafter.accepted
+    figures.drafted += drafter.drafted
+    figures.accepted += drafter.accepted
     figures.same += written["drafts"] == written["mixture"]
 
 
-def row_of(corpus: Path, mode: str, figures: Figures, drafter: Drafter) -> dict[str, Any]:
+def row_of(corpus: Path, mode: str, figures: Figures) -> dict[str, Any]:
     """Return the figures as JSON types."""
     speeds = {system: figures.speed(system) for system in figures.seconds}
     return {
@@ -143,7 +148,7 @@ def row_of(corpus: Path, mode: str, figures: Figures, drafter: Drafter) -> dict[
         "drafts_of_model": round(speeds["drafts"] / speeds["model"], 3),
         "drafts_of_mixture": round(speeds["drafts"] / speeds["mixture"], 3),
         "tokens_per_step": round(figures.tokens["drafts"] / figures.passes, 2),
-        "accepted": round(drafter.accepted / max(1, drafter.drafted), 3),
+        "accepted": round(figures.accepted / max(1, figures.drafted), 3),
         "same": figures.same,
     }
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
+from knnlm.datastore.remove import remove
 from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.errors import ParameterError
 from knnlm.generation.causal import KnnForCausalLM, generate_tokens
 from knnlm.generation.draft import Drafter, StepTimes
-from knnlm.generation.speculation import KeyedSample, describe_drafts, gumbel
+from knnlm.generation.speculation import KeyedSample, describe_drafts, gumbel, make_drafter
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -23,8 +25,9 @@ MEMORIES = ["knn:0.7", "knn:0.5,ngram:0.4", "knn:0.3,cache:0.3,ngram:0.3"]
 
 def eager(model):
     """A drafter that nearly always drafts, so that much is rejected."""
-    suffixes = open_suffix_array(model.mixture.store)
-    return Drafter(suffixes, StepTimes(extra=0.0, each=0.001, weight=1e9))
+    store = model.mixture.store
+    times = StepTimes(extra=0.0, each=0.001, weight=1e9)
+    return Drafter(open_suffix_array(store), times, identity=make_drafter(model.mixture).identity)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,31 @@ def tuned(lm, tmp_path_factory):
     return KnnForCausalLM(mixture)
 
 
+class Totals:
+    """Drafted and accepted tokens of several texts."""
+
+    def __init__(self):
+        self.drafted = self.accepted = 0
+
+    def add(self, drafter):
+        self.drafted += drafter.drafted
+        self.accepted += drafter.accepted
+
+    @property
+    def some_rejected(self):
+        return 0 < self.accepted < self.drafted
+
+
+def check_same(model, lm, count, **settings):
+    """Texts with drafts against those without; some tokens are accepted and some are not."""
+    drafter, totals = eager(model), Totals()
+    for ids in prompts(lm, count):
+        expected = model.generate(ids, **settings)
+        assert torch.equal(model.generate(ids, draft=drafter, **settings), expected)
+        totals.add(drafter)
+    assert totals.some_rejected
+
+
 def prompts(lm, count):
     """Ends of stored texts, and other ones."""
     random = np.random.default_rng(3)
@@ -59,48 +87,49 @@ def prompts(lm, count):
 @pytest.mark.parametrize("memories", MEMORIES)
 def test_text_with_drafts_is_the_text_without(lm, path, memories, sampled):
     model = KnnForCausalLM(Mixture.open(path, lm, memories=memories, use_tuned=False, k=8, knn_temperature=4.0))
-    drafter, settings = eager(model), {"max_new_tokens": 14, "do_sample": sampled, "seed": 7, "temperature": 0.6}
-    for ids in prompts(lm, 12):
-        expected = model.generate(ids, **settings)
-        assert torch.equal(model.generate(ids, draft=drafter, **settings), expected)
-    assert 0 < drafter.accepted < drafter.drafted
+    check_same(model, lm, 12, max_new_tokens=14, do_sample=sampled, seed=7, temperature=0.6)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_online_weights_are_rolled_back_with_rejected_tokens(lm, tuned, sampled):
     assert tuned.mixture.layer.stateful
-    drafter, settings = eager(tuned), {"max_new_tokens": 14, "do_sample": sampled, "seed": 3}
-    for ids in prompts(lm, 12):
-        assert torch.equal(tuned.generate(ids, draft=drafter, **settings), tuned.generate(ids, **settings))
-    assert 0 < drafter.accepted < drafter.drafted
+    check_same(tuned, lm, 12, max_new_tokens=14, do_sample=sampled, seed=3)
 
 
 def test_penalties_and_forbidden_tokens_are_applied_before_verification(lm, path):
     model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.8", use_tuned=False, k=4, knn_temperature=1.0))
-    drafter = eager(model)
-    for ids in prompts(lm, 8):
-        plain = model.generate(ids, max_new_tokens=10)
-        settings = {
-            "max_new_tokens": 14,
-            "repetition_penalty": 1.5,
-            "bad_words_ids": [[int(plain[0, ids.shape[1] + 1])]],
-            "min_new_tokens": 5,
-        }
-        assert torch.equal(model.generate(ids, draft=drafter, **settings), model.generate(ids, **settings))
-    assert 0 < drafter.accepted < drafter.drafted
+    (ids,) = prompts(lm, 1)
+    forbidden = [[int(token)] for token in model.generate(ids, max_new_tokens=10)[0, -2:]]
+    check_same(model, lm, 8, max_new_tokens=14, repetition_penalty=1.5, bad_words_ids=forbidden, min_new_tokens=5)
 
 
-def test_text_ends_at_a_stop_string_inside_a_draft(lm, path):
+def test_second_reader_with_a_sliding_window_is_rolled_back(tmp_path):
+    """Its cache forgets tokens, so that it must record what a rejected draft has replaced."""
+    folder = tmp_path / "second"
+    tiny("gemma3", seed=4).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    lm = CausalLM(tiny("gemma3"), tiny_tokenizer(), name="gemma3")
+    store = build(TEXTS, tmp_path / "docs.store", lm=lm, window=lm.window(128))
+    mixture = Mixture.open(store.path, lm, memories=f"knn:0.4,decoder={folder}:0.4", use_tuned=False, k=2)
+    check_same(KnnForCausalLM(mixture), lm, 2, max_new_tokens=90)
+
+
+@pytest.mark.parametrize("by_config", [False, True])
+def test_text_ends_at_a_stop_string_inside_a_draft(lm, path, by_config):
     model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.9", use_tuned=False, k=1, knn_temperature=1.0))
     (ids,) = prompts(lm, 1)
     drafter = eager(model)
     whole = model.generate(ids, max_new_tokens=20)
     stopped = 0
     for place in range(ids.shape[1], whole.shape[1]):
-        settings = {"max_new_tokens": 20, "stop_strings": [lm.tokenizer.decode(whole[0, place])]}
+        stop = {"stop_strings": [lm.tokenizer.decode(whole[0, place])], "max_new_tokens": 20}
+        settings = {"generation_config": GenerationConfig(**stop)} if by_config else stop
         settings["tokenizer"] = lm.tokenizer
         expected = model.generate(ids, **settings)
         assert torch.equal(model.generate(ids, draft=drafter, **settings), expected)
+        count = expected.shape[1] - ids.shape[1]
+        described = describe_drafts(drafter, model.mixture.store, expected[0, ids.shape[1] :].tolist())
+        assert all(part["start"] + part["tokens"] <= count for part in described["copied"])
         stopped += expected.shape[1] < whole.shape[1]
     assert stopped > 5
 
@@ -118,6 +147,7 @@ def test_fewer_passes_are_needed_where_the_store_has_the_text(lm, path):
     assert counts[0] == 24
     assert counts[1] < 12
     assert draft.accepted == 24 - counts[1]
+    assert make_drafter(model.mixture)._store.suffixes is make_drafter(model.mixture)._store.suffixes
     assert written[0, -24:].tolist() == model.generate(ids, max_new_tokens=24)[0, -24:].tolist()
 
 
@@ -171,6 +201,23 @@ def test_seed_decides_a_sampled_text(lm, path):
     assert texts[2] == texts[3] != texts[0]
 
 
+def test_drafts_of_another_state_of_the_store_are_not_attributed(lm, tmp_path):
+    path = build(TEXTS, tmp_path / "docs.store", lm=lm).path
+    mixture = Mixture.open(path, lm, memories="knn:0.2", use_tuned=False)
+    drafter = make_drafter(mixture)
+    assert describe_drafts(drafter, mixture.store, []) == {"drafted": 0, "accepted": 0, "copied": []}
+    remove(path, document=next(mixture.store.documents()).id)
+    with pytest.raises(ParameterError, match="has changed"):
+        describe_drafts(drafter, Mixture.open(path, lm).store, [])
+
+
+def test_model_with_a_recurrent_state_is_refused(lm, path, monkeypatch):
+    model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.2", use_tuned=False))
+    monkeypatch.setattr(type(model.base), "_is_stateful", True)
+    with pytest.raises(ParameterError, match="cannot be drafted"):
+        model.generate(torch.tensor([[1, 2, 3]]), draft=True, max_new_tokens=3)
+
+
 def test_what_cannot_be_drafted_is_refused(lm, path):
     model = KnnForCausalLM(Mixture.open(path, lm, memories="knn:0.2", use_tuned=False))
     ids = torch.tensor([[1, 2, 3]])
@@ -178,9 +225,14 @@ def test_what_cannot_be_drafted_is_refused(lm, path):
         (ids, {"num_beams": 2}, "beams"),
         (ids.repeat(2, 1), {}, "2 texts at once"),
         (ids, {"use_cache": False}, "cannot be drafted"),
+        (ids, {"num_return_sequences": 2, "do_sample": True}, "2 texts at once"),
+        (ids, {"generation_config": GenerationConfig(num_beams=3)}, "beams"),
+        (ids, {"cache_implementation": "static"}, "cannot be drafted"),
         (ids, {"stop_strings": ["a"], "return_dict_in_generate": True}, "neither streamed"),
     ):
         with pytest.raises(ParameterError, match=message):
             model.generate(given, draft=True, max_new_tokens=3, **settings)
+    with pytest.raises(ParameterError, match="by name"):
+        model.generate(ids, GenerationConfig(), draft=True)
     with pytest.raises(ParameterError, match="model alone"):
         generate_tokens(model.mixture, "a", use_memory=False, draft=True)

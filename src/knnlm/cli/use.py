@@ -610,7 +610,7 @@ def continue_text(
             warnings.warn("The store has changed, so the text is written again.", KnnlmWarning, stacklevel=2)
         begun = True
         streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
-        drafter = make_drafter(own) if draft and memory else None
+        drafter = make_drafter(own, progress=bar) if draft and memory else None
         how: dict[str, Any] = {"use_memory": memory, "streamer": streamer, "draft": drafter if drafter else draft}
         tokens = generate_tokens(own, prompt, seed=seed, **how, **settings)
         text = str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from knnlm.errors import ModelError
+from knnlm.generation.speculation import crops_caches
 from knnlm.lm.causal import CausalLM, eval_mode
 from knnlm.lm.shared import BLOCK_INPUT, TopLM
 from knnlm.memories.base import LOGITS, Context, Origin, Source, Span
@@ -88,7 +89,7 @@ class ForwardStep:
 
 
 def refuse_static(cache: Any) -> None:
-    """Raise an error for a cache of a fixed size, whose length and masks do not tell where a text is."""
+    """Raise an error for a cache of a fixed size, in which the positions of a text are unknown."""
     if any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())):
         raise ModelError(_FIXED_CACHE)
 
@@ -159,6 +160,8 @@ def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> DynamicCa
                 "training and evaluation. Start with an empty cache."
             )
         state.reader_caches[place] = DynamicCache(config=model.model.config)
+        if crops_caches():
+            state.reader_caches[place].activate_past_recording()
     return state.reader_caches[place]
 
 

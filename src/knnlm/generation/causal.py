@@ -237,7 +237,8 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         for example those that a user wrote, and not those of a chat template; None: all.
 
         `draft` copies tokens from the store and from the text and verifies several at once: the same text in less
-        time. With a `seed`, or with drafts, sampled text depends on the seed and the scores alone; None: any seed.
+        time. With a `seed`, or with drafts, text that is sampled without beams depends on the seed and the
+        probabilities alone; its scores are 0 for the sample and -inf for other tokens. None: any seed.
 
         With deferred checks, a generation in which a search turns out inexact is repeated with checks at each token.
         """
@@ -260,33 +261,50 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
 
     def _speculate(self, *args: Any, draft: bool | Drafter, seed: int | None, **kwargs: Any) -> Any:
         """Generate with keyed noise and, unless `draft` is False, with drafts."""
-        candidates = None
+        candidates, stops = None, False
         if draft is not False:
-            self._check_drafts(*args, **kwargs)
-            drafter = make_drafter(self.mixture) if draft is True else draft
-            candidates = StoreCandidates(drafter)
-            kwargs["prompt_lookup_num_tokens"] = MAX_DRAFT  # transformers then asks for candidates
+            stops = self._check_drafts(*args, **kwargs)
+            candidates = StoreCandidates(make_drafter(self.mixture) if draft is True else draft)
+            if (config := kwargs.get("generation_config")) is not None:
+                kwargs["generation_config"] = config = copy.deepcopy(config)
+                config.prompt_lookup_num_tokens = MAX_DRAFT
+            else:
+                kwargs["prompt_lookup_num_tokens"] = MAX_DRAFT  # with it, transformers requests candidates
             seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         with self.speculate(Speculation(candidates, seed)):
             output = self.generate(*args, **kwargs)
-        if candidates is not None and _stops(kwargs, self.generation_config):
-            return candidates.cut(output, _prompt(args, kwargs).shape[1])
-        return output
+        if candidates is None or not stops:
+            return output
+        prompt = _prompt(args, kwargs)
+        return candidates.cut(output, 1 if prompt is None else prompt.shape[1])
 
-    def _check_drafts(self, *args: Any, **kwargs: Any) -> None:
-        """Raise an error for what cannot be generated with drafts."""
-        prompt, config = _prompt(args, kwargs), kwargs.get("generation_config") or self.generation_config
-        beams, rows = kwargs.get("num_beams") or config.num_beams or 1, 1 if prompt is None else len(prompt)
-        if beams > 1 or rows > 1:
-            what = "beams" if beams > 1 else f"{rows} texts at once"
+    def _check_drafts(self, *args: Any, **kwargs: Any) -> bool:
+        """Raise an error for what cannot be generated with drafts; return whether the text has other ends than eos."""
+        if len(args) > 1:
+            raise ParameterError("With drafts, pass only the prompt without a name, and all other arguments by name.")
+        config = kwargs.get("generation_config") or self.generation_config
+
+        def chosen(name: str) -> Any:
+            return kwargs.get(name, getattr(config, name, None))
+
+        prompt = _prompt(args, kwargs)
+        rows = (1 if prompt is None else len(prompt)) * (chosen("num_return_sequences") or 1)
+        if (chosen("num_beams") or 1) > 1 or rows > 1:
+            what = f"{rows} texts at once" if rows > 1 else "beams"
             raise ParameterError(f"Drafts cannot be made for {what}: generate one text without beams, or no drafts.")
-        if kwargs.get("use_cache") is False or self.mixture.lm.has_encoder:
-            raise ParameterError(f"{self.mixture.lm.name}: its texts cannot be drafted. Generate without drafts.")
-        if _stops(kwargs, config) and (kwargs.get("streamer") or kwargs.get("return_dict_in_generate")):
+        stateful = bool(getattr(self.base, "_is_stateful", False))  # its state cannot return to an earlier token
+        if chosen("use_cache") is False or chosen("cache_implementation") or stateful or self.mixture.lm.has_encoder:
+            raise ParameterError(
+                f"{self.mixture.lm.name}: its texts cannot be drafted, which needs a cache that tokens can be removed "
+                "from. Generate without drafts."
+            )
+        stops = bool(kwargs.get("stopping_criteria") or chosen("stop_strings"))
+        if stops and (kwargs.get("streamer") or chosen("return_dict_in_generate")):
             raise ParameterError(
                 "Text with stop strings or other criteria can be drafted, but then neither streamed nor returned with "
                 "its scores."
             )
+        return stops
 
     def _generate_from(self, *args: Any, readable_mask: Tensor | None, **kwargs: Any) -> Any:
         """Generate with the online weights of the prompt: tokens that the mixture writes are no evidence."""
@@ -600,11 +618,6 @@ def _prompt(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the prompts among the arguments of `generate`; None: the start token."""
     given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs"))
     return next((value for value in given if value is not None), None)
-
-
-def _stops(kwargs: Mapping[str, Any], config: Any) -> bool:
-    """Whether `generate` ends texts also by other criteria than their length and the end token."""
-    return bool(kwargs.get("stop_strings") or kwargs.get("stopping_criteria") or config.stop_strings)
 
 
 def _positions(tokens: Tensor, mask: Tensor | None, before: int, kept: slice | Tensor) -> Positions:

@@ -9,8 +9,8 @@ before it, is larger than its share in the time of a step. Both are estimated du
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,7 +23,8 @@ _PLACES = 8  # where two tokens occurred last in the text, that are compared
 _EDGES = (1, 2, 3, 5, 9, 17)  # the shortest match of each class
 _PRIOR = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85)  # the share of drafted tokens that are accepted, by the class of the match
 _PRIOR_TOKENS = 6.0  # that the prior counts as
-_FORGETTING = 0.97  # of what was observed, at each token
+_FORGETTING = 0.97  # of what was observed, at each token of its class
+_FADING = 0.997  # of what was observed, at each step: a draft that was rejected is tried again later
 _MARGIN = 1.05  # that a draft must be faster than a step without one
 
 
@@ -218,6 +219,11 @@ class Acceptance:
         known = (self.accepted[number] + _PRIOR_TOKENS * _PRIOR[number]) / (self.tried[number] + _PRIOR_TOKENS)
         return known * share
 
+    def fade(self) -> None:
+        """Forget a little of all that was observed."""
+        self.accepted = [_FADING * each for each in self.accepted]
+        self.tried = [_FADING * each for each in self.tried]
+
     def observe(self, draft: Draft, accepted: int) -> None:
         """Count the tokens of a draft up to the first one that was not accepted."""
         for place in range(min(len(draft), accepted + 1)):
@@ -229,17 +235,26 @@ class Acceptance:
 class Drafter:
     """Drafts for one text after another, from a store and from the text itself."""
 
-    def __init__(self, suffixes: SuffixArray | None, times: StepTimes, *, max_tokens: int = MAX_DRAFT) -> None:
+    def __init__(
+        self,
+        suffixes: SuffixArray | None,
+        times: StepTimes,
+        *,
+        max_tokens: int = MAX_DRAFT,
+        identity: Hashable = None,
+    ) -> None:
+        """Take the suffix array of a store, and the `identity` of that store."""
         self._store = None if suffixes is None else StoreMatch(suffixes)
         self._text = TextMatch()
         self._times = times
         self._acceptance = (Acceptance(), Acceptance())  # from the store, and from the text
         self._max_tokens = max_tokens
-        self.drafted = self.accepted = 0  # tokens of all texts
+        self.identity = identity
         self.begin()
 
     def begin(self) -> None:
         """Begin another text; what was learnt is kept."""
+        self.drafted = self.accepted = 0  # tokens of this text
         self.copied: list[CopiedSpan] = []  # into this text
         self._prompt: int | None = None  # its tokens
         self._last, self._length = Draft(), 0  # the draft, and the tokens before it
@@ -265,6 +280,8 @@ class Drafter:
 
     def observe(self, accepted: int, seconds: float | None = None) -> None:
         """Learn from the verification of the last draft, and from the time of its step."""
+        for each in self._acceptance:
+            each.fade()
         self.drafted += len(self._last)
         self.accepted += accepted
         if accepted and self._last.place is not None:
@@ -276,7 +293,10 @@ class Drafter:
     def copied_spans(self, tokens: Sequence[int]) -> list[CopiedSpan]:
         """Return what was copied into generated tokens; spans are joined if the token between is the store's too."""
         joined: list[CopiedSpan] = []
-        for span in self.copied:
+        for whole in self.copied:
+            span = replace(whole, count=min(whole.count, len(tokens) - whole.start))  # a text may end inside a draft
+            if span.count < 1:
+                break
             last = joined[-1] if joined else None
             if last is not None and self._follows(last, span, tokens):
                 joined[-1] = CopiedSpan(last.start, span.start + span.count - last.start, last.place)
@@ -298,7 +318,7 @@ class Drafter:
         return int(self._store.suffixes.text[last.place + between]) - 1 == tokens[last.start + between]
 
     def _cut(self, draft: Draft) -> tuple[float, Draft]:
-        """Return the begin of a draft that is expected to be fastest, and how much faster than no draft."""
+        """Return the beginning of a draft that is expected to be fastest, and how much faster than no draft."""
         acceptance = self._acceptance[draft.place is None]
         probability, expected, best, length = 1.0, 1.0, 1.0, 0
         for number, (kind, share) in enumerate(zip(draft.classes, draft.shares, strict=True), 1):

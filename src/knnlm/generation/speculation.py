@@ -8,11 +8,12 @@ of other scores, and drafts do not change it either.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from transformers import LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.suffix_array import open_suffix_array
+from knnlm.datastore.suffix_array import SuffixArray, open_suffix_array
+from knnlm.errors import ParameterError
 from knnlm.generation.draft import Drafter, StepTimes
 from knnlm.mixture.mixture import Mixture
+from knnlm.progress import Progress, silent
 
 _MODULUS = 2**63 - 1
 
@@ -92,8 +95,14 @@ class Speculation:
     seed: int | None = None  # of keyed noise; None: as transformers samples
 
 
+_crops: ContextVar[bool] = ContextVar("crops", default=False)
 _PLAIN = Speculation()
 _active: ContextVar[Speculation] = ContextVar("speculation", default=_PLAIN)
+
+
+def crops_caches() -> bool:
+    """Whether tokens may be removed from the caches of the text that is generated now."""
+    return _crops.get()
 
 
 class SpeculationMixin:
@@ -116,6 +125,13 @@ class SpeculationMixin:
         candidates.begin(generation_config.max_length)
         return candidates
 
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        token = _crops.set(True)
+        try:
+            return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            _crops.reset(token)
+
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
         seed = _active.get().seed
@@ -130,12 +146,25 @@ class SpeculationMixin:
         return criteria
 
 
-def make_drafter(mixture: Mixture) -> Drafter:
-    """Return drafts from the store of a mixture and from the text itself."""
-    suffixes = None if mixture.store is None else open_suffix_array(mixture.store)
+_arrays: WeakKeyDictionary[Datastore, SuffixArray] = WeakKeyDictionary()
+
+
+def make_drafter(mixture: Mixture, *, progress: Progress = silent) -> Drafter:
+    """Return drafts from the store of a mixture and from the text itself; the suffix array is kept with the store."""
     # On a GPU, a pass over several tokens takes hardly longer than one over a single token.
     on_gpu = mixture.lm.device.type == "cuda"
-    return Drafter(suffixes, StepTimes(extra=0.05, each=0.02) if on_gpu else StepTimes(extra=0.1, each=0.08))
+    times = StepTimes(extra=0.05, each=0.02) if on_gpu else StepTimes(extra=0.1, each=0.08)
+    store = mixture.store
+    if store is None:
+        return Drafter(None, times)
+    if store not in _arrays:
+        _arrays[store] = open_suffix_array(store, progress=progress)
+    return Drafter(_arrays[store], times, identity=_identity(store))
+
+
+def _identity(store: Datastore) -> Hashable:
+    """Return what differs between two states of a store, and between stores."""
+    return store.fingerprint, store.generation, store.entry_count
 
 
 @dataclass(frozen=True)
@@ -151,6 +180,8 @@ class CopiedText:
 
 def copied_texts(drafter: Drafter, store: Datastore, tokens: Sequence[int]) -> list[CopiedText]:
     """Return the copied parts of the tokens that were generated."""
+    if drafter.identity != _identity(store):
+        raise ParameterError(f"{store.path} has changed since these drafts were made, or is another store.")
     found = []
     for span in drafter.copied_spans(tokens):
         entry = drafter.entry_at(span.place)
@@ -160,7 +191,7 @@ def copied_texts(drafter: Drafter, store: Datastore, tokens: Sequence[int]) -> l
 
 
 def describe_drafts(drafter: Drafter, store: Datastore | None, tokens: Sequence[int]) -> dict[str, Any]:
-    """Return the drafts of generated tokens as JSON types."""
+    """Return the drafts of the last text, of which these tokens were generated, as JSON types."""
     copied = [] if store is None else copied_texts(drafter, store, tokens)
     return {
         "drafted": drafter.drafted,

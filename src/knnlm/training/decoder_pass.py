@@ -42,6 +42,7 @@ from knnlm.training.trainer import Goal, Losses, distillation_loss
 _PROBE = 8  # tokens
 _LENGTH_MULTIPLE = 128  # of the longest window; a block of the kernel
 _MAX_GRAPHS = 4  # of different shapes
+_MAX_DROPS = 4  # for want of memory; after these, no more graphs are captured
 
 Part = tuple[TrainingBatch, SparseTargets | None]
 
@@ -234,6 +235,7 @@ class PassGraphs:
         self._graphs: dict[Hashable, tuple[PassInputs, CapturedGraph]] = {}
         self._runs: Counter[Hashable] = Counter()
         self._works = True
+        self._drops = 0
 
     def run(self, given: PassInputs) -> Tensor | None:
         """Set the gradients of a step, and return the (4,) sums of its losses; None: without a graph."""
@@ -252,10 +254,12 @@ class PassGraphs:
         return sums.clone()  # the graph writes it again at the next step
 
     def drop(self) -> bool:
-        """Free all graphs, and return whether there were any; they are captured again after some more steps."""
+        """Free all graphs, and return whether there were any; they are captured again a few times."""
         had_any = bool(self._graphs)
         self._graphs.clear()
         self._runs.clear()
+        self._drops += had_any
+        self._works = self._works and self._drops < _MAX_DROPS
         return had_any
 
     def _capture(self, given: PassInputs, shape: Hashable) -> bool:
