@@ -57,7 +57,7 @@ ORDER = {
         "em readers evidence gate online weights layer repetition support source_domain spec saved loader mixture"
     ),
     "evaluation": "evaluate continuations overlap samples explain quality odds trace sweep support tune",
-    "generation": "cache step_graph causal chat seq2seq",
+    "generation": "draft speculation cache step_graph causal chat seq2seq",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher "
     "packed_attention head_loss decoder_pass lora decoder_trainer selection selecting_trainer decoder adapt",
     "maintenance": "export import_ merge verify repair",

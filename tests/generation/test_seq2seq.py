@@ -284,10 +284,11 @@ def test_source_outside_the_domain_continues_a_target_by_the_model_alone(marian,
     monkeypatch.setattr(model.mixture, "restrict_to_domain", lambda mixed: mixed)  # by the given target
     inputs = marian.inputs(slice(2))
     target = torch.tensor([[*marian.start, 5, 6]] * 2)
-    everywhere = model.generate(**inputs, decoder_input_ids=target, max_new_tokens=5)
+    length = {"min_new_tokens": 5, "max_new_tokens": 5}  # of every row, whatever it contains
+    everywhere = model.generate(**inputs, decoder_input_ids=target, **length)
     model.mixture.source_domain = EveryOther()
-    found = model.generate(**inputs, decoder_input_ids=target, max_new_tokens=5)
-    alone = marian.lm.model.generate(**inputs, decoder_input_ids=target, max_new_tokens=5)
+    found = model.generate(**inputs, decoder_input_ids=target, **length)
+    alone = marian.lm.model.generate(**inputs, decoder_input_ids=target, **length)
     assert everywhere[1].tolist() != alone[1].tolist()  # so that the test can fail
     assert found[0].tolist() == everywhere[0].tolist()
     assert found[1].tolist() == alone[1].tolist()
