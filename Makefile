@@ -8,8 +8,9 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.ready
 	$(BIN)/knnlm demo
 
-# Lint, types and tests, in the order of how fast they fail.
-test: check docs browser
+# Lint, types, pages and browser side by side, then the tests.
+test: $(VENV)/.ready
+	@$(MAKE) --no-print-directory -j 3 -O check docs browser
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not lm_eval"
 
 # Without the server, the browser, training, crashes and the bundled model: below two minutes.
