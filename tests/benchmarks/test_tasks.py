@@ -60,6 +60,7 @@ def long_model_folder(tmp_path):
     return tmp_path / "bloom"
 
 
+@pytest.mark.slow  # 8 seconds; the parts are tested above
 def test_whole_run_prints_a_row_for_each_store_and_task(long_model_folder, tmp_path, monkeypatch, capsys):
     corpora = [corpus_folder(tmp_path / name, seed) for seed, name in enumerate(("acl", "aws"))]
     arguments = ["tasks.py", *map(str, corpora), "--model", str(long_model_folder), "--items", "4", "--context", "16"]

@@ -413,6 +413,7 @@ RSS = """
 """
 
 
+@pytest.mark.slow  # 20 seconds
 def test_peak_memory_does_not_grow_with_the_corpus(tmp_path):
     script = textwrap.dedent(RSS).format(here=str(HERE))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
