@@ -1,8 +1,9 @@
-"""Trained decoders: their weights and curves, and the loss of windows that are read one by one."""
+"""Trained decoders: their weights and curves, and the same training in plain torch, windows read one by one."""
 
 from __future__ import annotations
 
 import torch
+import transformers as hf
 from safetensors.torch import load_file
 
 from knnlm.training.trainer import read_curve
@@ -36,3 +37,34 @@ def loss_one_by_one(model, batches, windows, targets, beta):
         kl = (sparse.probs * (sparse.probs.clamp(min=1e-30).log() - log_q.gather(1, sparse.ids))).sum(1)
         total, count = total + (beta * kl + (1 - beta) * ce).sum(), count + len(ce)
     return total / count
+
+
+class PlainTraining:
+    """A training in plain torch: AdamW without decay of vectors, and clipped gradients."""
+
+    def __init__(self, model, batches, *, trained=None, weight_decay=0.01, clip=1.0):
+        """Train the parameters of these names; None: all."""
+        self.model, self.batches, self.clip = model, batches, clip
+        named = model.named_parameters()
+        self.trained = [weight for name, weight in named if trained is None or name in trained]
+        decayed = [weight for weight in self.trained if weight.dim() > 1]
+        others = [weight for weight in self.trained if weight.dim() <= 1]
+        self.optimiser = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        )
+
+    def step(self, windows, rate, targets=None, beta=0.0):
+        """Take a step on windows, and return their loss before it."""
+        loss = loss_one_by_one(self.model, self.batches, windows, targets, beta)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained, self.clip)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.step()
+        self.model.zero_grad()
+        return loss.item()
+
+    def check_weights(self, folder):
+        """Compare the weights of a trained decoder with those of this training."""
+        for name, weight in hf.AutoModelForCausalLM.from_pretrained(folder).named_parameters():
+            torch.testing.assert_close(weight, self.model.get_parameter(name), rtol=1e-3, atol=2e-4)

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import oracle
-from helpers.decoders import equal, loss_one_by_one, losses
+from helpers.decoders import PlainTraining, equal, losses
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
 from helpers.training import fit_decoder, retrieve_targets
@@ -444,30 +444,20 @@ def test_curve_matches_a_training_in_plain_torch(small, lm, initial, tmp_path):
     store, targets = small
     options = {**QUICK, "epochs": 2, "beta": 0.6, "weight_decay": 10.0, "clip": 0.5, "warm_up": 0.3}
     fit_decoder(store, initial, tmp_path / "out", targets=targets, schedule="cosine", **options)
-    model = tiny("llama")
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    optimiser = torch.optim.AdamW([{"params": decayed, "weight_decay": 10.0}, {"params": others, "weight_decay": 0.0}])
     text = TokenStream.from_store(store)
     batches = TrainingBatches(text, WindowShape(64, 64), start_token=lm.start_token, held_out=0.0, seed=0)
+    plain = PlainTraining(tiny("llama"), batches, weight_decay=10.0, clip=0.5)
     steps_of_windows = [(epoch, np.concatenate(groups)) for epoch in range(2) for groups in batches.steps(epoch, 512)]
     warm, steps = math.ceil(0.3 * len(steps_of_windows)), len(steps_of_windows)
     for step, ((epoch, windows), line) in enumerate(zip(steps_of_windows, losses(tmp_path / "out"), strict=True)):
-        loss = loss_one_by_one(model, batches, windows, targets, 0.6)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         left = (steps - step) / (steps - warm + 1)
         rate = 1e-3 * ((step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (1 - left))))
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-        optimiser.step()
-        optimiser.zero_grad()
+        loss = plain.step(windows, rate, targets, 0.6)
         assert line["step"] == step + 1
         assert line["epoch"] == epoch
         assert line["learning_rate"] == pytest.approx(rate)
-        assert line["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    for name, weight in hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():
-        torch.testing.assert_close(weight, model.get_parameter(name), rtol=1e-3, atol=2e-4)
+        assert line["loss"] == pytest.approx(loss, rel=1e-4)
+    plain.check_weights(tmp_path / "out")
 
 
 def test_accumulated_parts_are_the_same_batch(small, initial, tmp_path):

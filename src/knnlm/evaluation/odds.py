@@ -20,6 +20,7 @@ from knnlm.evaluation.quality import TextScores, score_translations
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.source_domain import Sources
 from knnlm.mixture.weights import Weights, multiply_odds
 from knnlm.progress import Progress, silent
 
@@ -163,8 +164,8 @@ def _outside_domain(mixture: Mixture, pairs: Sequence[Document]) -> list[bool]:
         return [False] * len(pairs)
     lm = mixture.lm
     assert isinstance(lm, Seq2SeqLM)
-    tokens = [tuple(row) for row in lm.encode_sources([pair.source_text or "" for pair in pairs])]
-    return mixture.outside_domain(lm.mean_source_states(tokens), tokens).tolist()
+    sources = Sources.read(lm, [pair.source_text or "" for pair in pairs])
+    return mixture.outside_domain(sources.states, sources.tokens).tolist()
 
 
 def _translate(mixture: Mixture, pairs: Sequence[Document], *, use_memory: bool = True) -> list[str]:

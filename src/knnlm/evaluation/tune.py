@@ -214,8 +214,7 @@ def _fit_source_domain(
     step = max(1, len(stored) // MAX_SOURCES)
     elsewhere = [document.source_text or "" for document in other][:MAX_SOURCES]
     own = [*given, *stored[::step]]
-    encoded = ([tuple(row) for row in lm.encode_sources(texts)] for texts in (own, elsewhere))
-    return SourceDomain.fit(*(Sources(lm.mean_source_states(tokens), tokens) for tokens in encoded))
+    return SourceDomain.fit(Sources.read(lm, own), Sources.read(lm, elsewhere))
 
 
 def _choose_odds(

@@ -240,7 +240,6 @@ class Drafter:
         suffixes: SuffixArray | None,
         times: StepTimes,
         *,
-        max_tokens: int = MAX_DRAFT,
         identity: Hashable = None,
     ) -> None:
         """Take the suffix array of a store, and the `identity` of that store."""
@@ -248,7 +247,6 @@ class Drafter:
         self._text = TextMatch()
         self._times = times
         self._acceptance = (Acceptance(), Acceptance())  # from the store, and from the text
-        self._max_tokens = max_tokens
         self.identity = identity
         self.begin()
 
@@ -261,7 +259,7 @@ class Drafter:
 
     def draft(self, tokens: Sequence[int], room: int) -> Draft:
         """Return a draft of at most `room` tokens after a text, the start token first; empty where none pays."""
-        count = min(room, self._max_tokens)
+        count = min(room, MAX_DRAFT)
         self._prompt = len(tokens) if self._prompt is None else self._prompt
         self._last, self._length = Draft(), len(tokens)
         if count < 1:

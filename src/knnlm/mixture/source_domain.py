@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.base import SourceTokens
 from knnlm.mixture.gate import stored_tensor
 
@@ -39,6 +40,12 @@ class Sources:
     def __post_init__(self) -> None:
         if self.states.ndim != 2 or len(self.states) != len(self.tokens):
             raise ParameterError(f"{len(self.tokens)} sources need a matrix of mean states, not {self.states.shape}.")
+
+    @classmethod
+    def read(cls, lm: Seq2SeqLM, texts: Sequence[str]) -> Sources:
+        """Read texts with the encoder of a model."""
+        tokens = [tuple(row) for row in lm.encode_sources(texts)]
+        return cls(lm.mean_source_states(tokens), tokens)
 
 
 @dataclass(frozen=True)
