@@ -11,7 +11,7 @@ valid, the weight of the store by the BLEU of --quality translations. Systems, a
 its own domain and of GENERAL:
 
 - model: without a store.
-- vanilla: the kNN-MT of the paper, with one λ.
+- vanilla: the kNN-MT of the paper, with one λ; vanilla-end: with the odds of the end token chosen as those of gated.
 - brute-force: the same from the formula, without the library's search and votes.
 - gated: what `tune` chooses; gated-other: with the valid pairs of GENERAL as text of another domain.
 - subset: as gated-other, but each sentence searches only the pairs with the nearest sources (--subset).
@@ -46,12 +46,14 @@ from torch import Tensor
 import knnlm
 from knnlm.corpus import Document, read_documents
 from knnlm.datastore.store import Datastore
+from knnlm.evaluation.odds import ChosenOdds, OddsSearch
 from knnlm.evaluation.quality import TextScores, score_translations
-from knnlm.evaluation.tune import Tuning
+from knnlm.evaluation.tune import Tuning, apply_tuning
 from knnlm.index.base import Neighbours
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
+from knnlm.mixture.weights import multiply_odds
 from marian import TrainingConfig, fine_tune, open_or_train
 
 NEW_TOKENS = 128  # of a translation, at most
@@ -63,11 +65,12 @@ SYSTEMS = (
     "gated-other",
     "together",
     "fine-tuned",
+    "vanilla-end",
     "subset",
     "ivf-pq",
     "ivf-pq-1024",
 )
-DEFAULT_SYSTEMS = SYSTEMS[:6]
+DEFAULT_SYSTEMS = SYSTEMS[:7]
 Translate = Callable[[Sequence[str]], list[str]]
 Row = dict[str, Any]
 
@@ -194,27 +197,42 @@ class Run:
     def mixtures(self, domain: Corpus) -> dict[str, Mixture]:
         """Return the tuned mixtures of a domain's store."""
         wanted, made = self.options.systems, {}
-        if {"vanilla", "brute-force", "ivf-pq", "ivf-pq-1024"} & set(wanted):
+        if {"vanilla", "vanilla-end", "brute-force", "ivf-pq", "ivf-pq-1024"} & set(wanted):
             made["vanilla"] = self.opened(domain)
             tuned = made["vanilla"].tune(
                 domain.valid, weights="fixed", ks=[self.options.k], online=False, quality=self.options.quality
             )
-            print(f"{domain.name}: {tuned.sweep.best if tuned.sweep else None}, {odds_of(tuned)}", flush=True)
+            print(f"{domain.name}: {tuned.sweep.best if tuned.sweep else None}, {odds_of(tuned.odds)}", flush=True)
+            if "vanilla-end" in wanted:
+                made["vanilla-end"] = self.with_end_odds(domain, tuned)
         if "gated" in wanted:
             made["gated"] = self.opened(domain)
             tuned = made["gated"].tune(domain.valid, quality=self.options.quality)
-            print(f"{domain.name}, gated: {odds_of(tuned)}", flush=True)
+            print(f"{domain.name}, gated: {odds_of(tuned.odds)}", flush=True)
         for name, subset in (("gated-other", None), ("subset", self.options.subset)):
             if name in wanted:
                 made[name] = self.opened(domain, subset)
                 tuned = made[name].tune(domain.valid, other=self.general.valid, quality=self.options.quality)
-                print(f"{domain.name}, {name}: {odds_of(tuned)}", flush=True)
+                print(f"{domain.name}, {name}: {odds_of(tuned.odds)}", flush=True)
         return made | self.recipes(domain, made.get("vanilla"))
 
     def opened(self, domain: Corpus, subset: int | None = None) -> Mixture:
         """Return a mixture of a domain's store that is not tuned."""
         config = MixtureOptions(subset=subset)
         return Mixture.open(self.store(domain), self.lm, memories="knn", use_tuned=False, options=config)
+
+    def with_end_odds(self, domain: Corpus, tuned: Tuning) -> Mixture:
+        """Return the mixture of fixed weights that were tuned, with odds of the end token chosen on the same pairs."""
+        mixture = self.opened(domain)
+        apply_tuning(mixture, tuned)
+        if tuned.odds is None:
+            return mixture
+        held_out = domain.valid[tuned.documents :]
+        settings, fitted = [spec.settings for spec in tuned.specs], multiply_odds(tuned.weights, 1 / tuned.odds.factor)
+        chosen = OddsSearch(mixture, held_out).choose_end(settings, fitted, tuned.odds)
+        mixture.weights, mixture.end_odds = chosen.weights, chosen.end_odds
+        print(f"{domain.name}, vanilla-end: {odds_of(chosen)}", flush=True)
+        return mixture
 
     def recipes(self, domain: Corpus, vanilla: Mixture | None) -> dict[str, Mixture]:
         """Return the mixtures that search the usual index of other implementations."""
@@ -240,7 +258,7 @@ class Run:
         turns = zip_longest(*(domain.valid for domain in self.domains))
         valid = [pair for pairs in turns for pair in pairs if pair is not None]
         tuned = mixture.tune(valid, other=self.general.valid, quality=self.options.quality)
-        print(f"together: {odds_of(tuned)}", flush=True)
+        print(f"together: {odds_of(tuned.odds)}", flush=True)
         return mixture
 
     def fine_tuned(self, domain: Corpus) -> Mixture:
@@ -300,11 +318,12 @@ class Run:
         return made
 
 
-def odds_of(tuned: Tuning) -> str:
+def odds_of(odds: ChosenOdds | None) -> str:
     """Describe the choice of the odds by BLEU."""
-    if tuned.odds is None:
+    if odds is None:
         return "as fitted"
-    return f"odds × {tuned.odds.factor:g} of {[(own.factor, round(own.bleu, 2)) for own in tuned.odds.figures]}"
+    tried = [(own.max_k, own.factor, own.end_odds, round(own.bleu, 2)) for own in odds.figures]
+    return f"odds × {odds.factor:g}, of the end × {odds.end_odds:g}, of (k, odds, end, BLEU) {tried}"
 
 
 def seconds_of(translate: Translate, sources: Sequence[str]) -> float:

@@ -12,9 +12,20 @@ from hypothesis import strategies as st
 from helpers.pairs import pair_lm, pairs
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.evaluation import odds
-from knnlm.evaluation.odds import ChosenOdds, OddsFigures, OddsSearch, best_choice, best_factor, is_past_best
+from knnlm.evaluation.odds import (
+    END_FACTORS,
+    FACTORS,
+    ChosenOdds,
+    OddsFigures,
+    OddsSearch,
+    best_choice,
+    best_factor,
+    is_past_best,
+    neighbour_places,
+)
 from knnlm.evaluation.quality import score_translations
 from knnlm.evaluation.tune import FEW_KS
+from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.weights import Buckets, BucketWeights, FixedWeights, multiply_odds
@@ -93,11 +104,16 @@ def test_larger_factors_end_after_two_losses_or_with_other_text():
     assert not is_past_best(figures((0, 9, 40), (1, 10, 39.8)))
 
 
+def choose(search, mixture):
+    """The odds of the weights and settings that a mixture has."""
+    return search.choose([memory.settings for memory in mixture.memories], mixture.weights)
+
+
 def test_figures_equal_translations_with_the_multiplied_weights(lm, path, monkeypatch):
     monkeypatch.setattr(odds, "_NEW_TOKENS", 60)  # random weights do not end a translation
     mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
     other = pairs(5, start=90)
-    chosen = OddsSearch(mixture, VALID, other=other).choose()
+    chosen = choose(OddsSearch(mixture, VALID, other=other), mixture)
     assert mixture.lmbda == pytest.approx(0.2)
     assert [own.factor for own in chosen.figures[:2]] == [0, 1]
     for own in chosen.figures:
@@ -127,7 +143,7 @@ def test_other_sources_outside_the_domain_are_translated_once(lm, path, monkeypa
     monkeypatch.setattr(
         mixture, "translate", lambda sources, **how: (translated.extend(sources), translate(sources, **how))[1]
     )
-    chosen = OddsSearch(mixture, VALID, other=other).choose()
+    chosen = choose(OddsSearch(mixture, VALID, other=other), mixture)
     for pair, is_inside in zip(other, inside.tolist(), strict=True):
         assert translated.count(pair.source_text) == (len(chosen.figures) if is_inside else 1)
     for own in chosen.figures[1:]:
@@ -146,9 +162,9 @@ def test_figures_of_the_model_alone_are_not_computed_again(lm, path, monkeypatch
     monkeypatch.setattr(
         odds, "_translate", lambda *args, **how: (alone.append(how.get("use_memory", True)), translate(*args, **how))[1]
     )
-    chosen = search.choose()
+    chosen = choose(search, mixture)
     assert alone.count(False) == 2  # of the pairs, and of no others
-    assert search.choose() == chosen
+    assert choose(search, mixture) == chosen
     assert alone.count(False) == 2
     assert {own.max_k for own in chosen.figures[1:]} == {4}
     assert chosen.alone.max_k is None
@@ -179,6 +195,90 @@ def test_tuning_by_quality_is_saved_with_its_figures(lm, path):
     assert result.odds.best.bleu == pytest.approx(score_translations(texts, [pair.text for pair in VALID[8:]]).bleu)
     again = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, weights="fixed", quality=6)
     assert Mixture.open(path, lm).lmbda == pytest.approx(again.lmbda)
+
+
+def test_odds_of_the_end_are_changed_while_bleu_rises(lm, path, monkeypatch):
+    """On a made-up surface of BLEU: the search ends where no place beside has a better one that keeps other text."""
+    mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
+    search, settings, fitted = OddsSearch(mixture, VALID), [memory.settings for memory in mixture.memories], None
+    translated = []
+
+    def bleu(factor, end):
+        # Without a change of the end, larger factors are worse; the best place of all is (4, 1/8).
+        place = END_FACTORS.index(end)
+        return 5 - 0.4 * abs(FACTORS.index(factor) - min(2, place)) - abs(place - 3)
+
+    def figures_of(weights, factor, end, _):
+        assert weights is fitted
+        translated.append((factor, end))
+        return OddsFigures(factor, bleu(factor, end), 0.0, 40.0 if end > 0.1 else 39.0, None, end)
+
+    monkeypatch.setattr(search, "_translate", figures_of)
+    monkeypatch.setattr(search, "_translate_alone", lambda _: OddsFigures(0.0, 1.0, 0.0, 40.0))
+    fitted = mixture.weights
+    first = search.choose(settings, fitted)
+    assert (first.factor, first.end_odds) == (1.0, 1.0)
+    chosen = search.choose_end(settings, fitted, first)
+    assert (chosen.factor, chosen.end_odds) == (4.0, 0.125)
+    assert chosen.best.bleu == 5
+    assert chosen.weights == multiply_odds(fitted, 4)
+    assert len(set(translated)) == len(translated)
+    assert {(own.factor, own.end_odds) for own in chosen.figures[1:]} == set(translated)
+    monkeypatch.setattr(odds, "MAX_LOSS", -1.0)  # nothing keeps other text: the place where it began remains
+    assert search.choose_end(settings, fitted, first).best == first.best
+
+
+def test_places_beside_a_pair_of_factors():
+    assert neighbour_places(1.0, 1.0) == [(1.0, 0.5), (2.0, 1.0)]
+    assert neighbour_places(4.0, 0.25) == [(4.0, 0.125), (4.0, 0.5), (8.0, 0.25), (2.0, 0.25)]
+    assert neighbour_places(16.0, 0.0625) == [(16.0, 0.125), (8.0, 0.0625)]
+
+
+def test_figures_equal_translations_with_other_odds_of_the_end(lm, path, monkeypatch):
+    """Greedy translation by hand: the mixture's probabilities, with those of the end divided, step by step."""
+    monkeypatch.setattr(odds, "_NEW_TOKENS", 12)
+    mixture = Mixture.open(path, lm, memories="knn", lmbda=0.6, k=4, knn_temperature=10.0)
+    search = OddsSearch(mixture, VALID[:4])
+    own = search._translate(mixture.weights, 2.0, 0.125, lambda _: None)
+    assert mixture.end_odds == 1.0
+    by_hand = Mixture.open(path, lm, memories="knn", lmbda=1.2 / 1.6, k=4, knn_temperature=10.0)
+    model = KnnForSeq2SeqLM(by_hand)
+    texts = []
+    for pair in VALID[:4]:
+        source = lm.pad_sources(lm.encode_sources([pair.source_text]))
+        target = [*lm.start_tokens]
+        while len(target) <= 12 and target[-1] != lm.end_tokens[0]:
+            ids = torch.tensor([target])
+            with torch.no_grad():
+                probs = model(**source, decoder_input_ids=ids).logits[0, -1].double().exp()
+            probs[lm.end_tokens[0]] *= 0.125
+            for (banned,) in lm.model.generation_config.bad_words_ids or []:
+                probs[banned] = 0
+            target.append(int(probs.argmax()))
+        texts.append(lm.tokenizer.decode(target[1:], skip_special_tokens=True).strip())
+    assert own.bleu == pytest.approx(score_translations(texts, [pair.text for pair in VALID[:4]]).bleu)
+    assert own.end_odds == 0.125
+
+
+def test_odds_of_the_end_are_tuned_saved_and_loaded(lm, path, monkeypatch):
+    monkeypatch.setattr(odds, "best_factor", lambda figures: figures[-1].factor)
+    mixture = Mixture.open(path, lm, memories="knn", use_tuned=False)
+    chosen = []
+    monkeypatch.setattr(
+        OddsSearch,
+        "choose_end",
+        lambda _, __, weights, first: chosen.append(weights) or replace(first, end_odds=0.25),
+    )
+    monkeypatch.setattr(ChosenOdds, "best", property(lambda own: own.figures[1]))
+    result = mixture.tune(VALID, quality=4, samples=0)
+    assert result.end_odds == mixture.end_odds == Mixture.open(path, lm).end_odds == 0.25
+    assert len(chosen) == 1
+    assert result.odds.as_dict()["end_odds"] == 0.25
+    assert Mixture.open(path, lm, lmbda=0.3).end_odds == 1.0  # as in the paper
+    mixture.lmbda = 0.3
+    assert mixture.end_odds == 1.0
+    fixed = Mixture.open(path, lm, memories="knn", use_tuned=False)
+    assert fixed.tune(VALID, quality=4, weights="fixed").end_odds == fixed.end_odds == 1.0
 
 
 def vars_of(result):

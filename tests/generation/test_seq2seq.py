@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -292,6 +293,25 @@ def test_source_outside_the_domain_continues_a_target_by_the_model_alone(marian,
     assert everywhere[1].tolist() != alone[1].tolist()  # so that the test can fail
     assert found[0].tolist() == everywhere[0].tolist()
     assert found[1].tolist() == alone[1].tolist()
+
+
+def test_odds_of_the_end_are_those_of_translations_with_the_memories(marian):
+    """Against transformers' own bias of a token, which shifts the scores of one step alike."""
+    model = marian.model()
+    length = {"max_new_tokens": 12}
+    end, inputs = marian.lm.end_tokens[0], marian.inputs(slice(4))
+    model.mixture.source_domain = EveryOther()
+    plain = model.generate(**inputs, **length)
+    model.mixture.end_odds = 1e4
+    ended = model.generate(**inputs, **length)
+    assert [row[1].item() == end for row in plain] == [False] * 4
+    assert [row[1].item() == end for row in ended] == [True, False, True, False]
+    assert ended[1::2].tolist() == plain[1::2].tolist()
+    model.mixture.source_domain, model.mixture.end_odds = None, 1 / 8
+    found = model.generate(**inputs, **length)
+    model.mixture.end_odds = 1.0
+    biased = model.generate(**inputs, **length, sequence_bias={(end,): -math.log(8)})
+    assert found.tolist() == biased.tolist()
 
 
 def test_subset_search_with_online_weights_and_tokens_follows_its_beams(nllb, tmp_path):

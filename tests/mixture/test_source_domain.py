@@ -197,10 +197,13 @@ def test_source_outside_the_domain_is_translated_by_the_model_alone(lm, tuned):
     assert searched[0] == [searched[1][row] if known else alone[row] for row, known in enumerate(inside)]
 
 
-def test_saved_model_keeps_the_domain(tuned, tmp_path):
+def test_saved_model_keeps_the_domain_and_the_odds_of_the_end(tuned, tmp_path):
     folder, mixture, _ = tuned
+    mixture.end_odds = 0.25
     KnnForSeq2SeqLM(mixture).save_pretrained(tmp_path / "saved")
+    mixture.end_odds = 1.0
     again = KnnForSeq2SeqLM.from_pretrained(tmp_path / "saved")
+    assert again.mixture.end_odds == 0.25
     probe = torch.randn(20, mixture.source_domain.mean.shape[0]), tokens(20, 3, 0)
     assert torch.equal(again.mixture.source_domain.in_domain(*probe), mixture.source_domain.in_domain(*probe))
     mixture_with_lambda = Mixture.open(folder, mixture.lm)

@@ -17,7 +17,7 @@ from safetensors.torch import save as save_tensors
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.mixture.em import fit, fit_folds, folds_of, log_mixed, renormalise
 from knnlm.mixture.gate import Gate, NetworkConfig, SearchSkipper, train_gate, train_skip
-from knnlm.mixture.weights import Buckets
+from knnlm.mixture.weights import Buckets, multiply_end_odds
 
 QUICK = NetworkConfig(hidden=32, batch=512)
 
@@ -707,3 +707,22 @@ def test_search_skipper_refuses_invalid_training_data_and_features(skip):
         train_skip(features, gain * math.nan, groups)
     with pytest.raises(ParameterError, match="as many rows"):
         train_skip(features[:10], gain, groups)
+
+
+@given(st.integers(0, 99), st.floats(0.05, 8), st.booleans())
+def test_odds_of_the_end_are_multiplied_at_the_marked_rows(seed, factor, some):
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.rand(4, 6, generator=generator, dtype=torch.float64).pow(3)
+    probs[1, 2] = 0  # an impossible end stays impossible
+    probs /= probs.sum(1, keepdim=True)
+    probs[3] = torch.nn.functional.one_hot(torch.tensor(2), 6)  # and a certain one certain
+    rows = torch.tensor([True, True, False, True]) if some else None
+    after = multiply_end_odds(probs.log(), 2, factor, rows).exp()
+    torch.testing.assert_close(after.sum(1), torch.ones(4, dtype=torch.float64))
+    for row in range(3):
+        by = 1.0 if some and row == 2 else factor
+        odds = [one[row, 2] / (1 - one[row, 2]) for one in (probs, after)]
+        torch.testing.assert_close(odds[1], by * odds[0])
+        rest = torch.tensor([0, 1, 3, 4, 5])
+        torch.testing.assert_close(after[row, rest] / (1 - after[row, 2]), probs[row, rest] / (1 - probs[row, 2]))
+    torch.testing.assert_close(after[3], probs[3])

@@ -337,7 +337,8 @@ def _odds_rows(odds: ChosenOdds | None) -> list[tuple[str, str]]:
     rows = []
     for own in odds.figures if odds else ():
         neighbours = "" if own.max_k is None else f"k ≤ {own.max_k}, "
-        name = f"{neighbours}odds × {own.factor:g}" if own.factor else "model alone"
+        end = "" if own.end_odds == 1 else f", end × {own.end_odds:g}"
+        name = f"{neighbours}odds × {own.factor:g}{end}" if own.factor else "model alone"
         other = "" if own.other_bleu is None else f"; other text: BLEU {own.other_bleu:.2f}"
         chosen = ", chosen" if odds and own is odds.best else ""
         rows.append((name, f"BLEU {own.bleu:.2f}, chrF {own.chrf:.2f}{other}{chosen}"))

@@ -6,6 +6,9 @@ suggest, because its own choices lead it away from the domain. So the odds of th
 multiplied by a few factors, and the one with the best BLEU of held-out translations is taken. Text of another domain
 must not lose by it. In the same way, many neighbours give better probabilities, but often shorter and worse
 translations than few, so that both are tried.
+
+Memories whose texts are shorter than those to translate end translations too early. So the odds of the end token are
+divided by a few factors as well, and both factors are changed in turns while BLEU rises.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from knnlm.corpus import Document
 from knnlm.errors import CorpusError
 from knnlm.evaluation.quality import TextScores, score_translations
 from knnlm.lm.seq2seq import Seq2SeqLM
-from knnlm.memories.voting import NeighbourMemory
+from knnlm.memories.voting import NeighbourMemory, VoteParams
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.source_domain import Sources
 from knnlm.mixture.weights import Weights, multiply_odds
 from knnlm.progress import Progress, silent
 
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
+END_FACTORS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of the odds of the end token
 _BATCH_SIZE = 128  # sources that are translated together
 _NEW_TOKENS = 128  # of a translation, at most: a model that knows a domain badly may repeat itself without end
 MAX_LOSS = 0.35  # BLEU that text of another domain may lose against the model alone
@@ -32,13 +36,14 @@ MAX_LOSS = 0.35  # BLEU that text of another domain may lose against the model a
 
 @dataclass(frozen=True)
 class OddsFigures:
-    """The quality of translations with one factor of the odds."""
+    """The quality of translations with one factor of the odds of the memories, and one of those of the end token."""
 
     factor: float  # 0: the model alone
     bleu: float
     chrf: float
     other_bleu: float | None = None  # of text of another domain; None: there is none
     max_k: int | None = None  # neighbours that vote, at most; None: no memory has neighbours
+    end_odds: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as JSON types."""
@@ -47,11 +52,12 @@ class OddsFigures:
 
 @dataclass(frozen=True)
 class ChosenOdds:
-    """Weights with the best factor, and the figures of all that were tried, the model alone first."""
+    """Weights with the best factors, and the figures of all that were tried, the model alone first."""
 
     weights: Weights
     factor: float
     figures: tuple[OddsFigures, ...]
+    end_odds: float = 1.0
 
     @property
     def alone(self) -> OddsFigures:
@@ -60,12 +66,13 @@ class ChosenOdds:
 
     @property
     def best(self) -> OddsFigures:
-        """The figures of the chosen factor."""
-        return next(own for own in self.figures if own.factor == self.factor)
+        """The figures of the chosen factors."""
+        return next(own for own in self.figures if (own.factor, own.end_odds) == (self.factor, self.end_odds))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the choice and the figures as JSON types."""
-        return {"factor": self.factor, "max_k": self.best.max_k, "tried": [own.as_dict() for own in self.figures]}
+        chosen = {"factor": self.factor, "end_odds": self.end_odds, "max_k": self.best.max_k}
+        return {**chosen, "tried": [own.as_dict() for own in self.figures]}
 
 
 class OddsSearch:
@@ -88,13 +95,13 @@ class OddsSearch:
         self._alone: OddsFigures | None = None
         self._other_alone: list[str] = []  # translations of the model alone
 
-    def choose(self) -> ChosenOdds:
-        """Translate the pairs with each factor, and return the weights with the best BLEU.
+    def choose(self, settings: Sequence[Sequence[VoteParams]], weights: Weights) -> ChosenOdds:
+        """Translate the pairs with each factor of these weights, and return those with the best BLEU.
 
-        After two factors that were each worse than the one before, no larger one is tried. The mixture keeps its
-        weights.
+        After two factors that were each worse than the one before, no larger one is tried. The mixture gets the
+        settings and weights as they are.
         """
-        fitted = self._mixture.weights
+        self._mixture.apply(settings, weights)
         total = len(FACTORS) * (len(self._pairs) + len(self._inside))
         total += 0 if self._alone else len(self._pairs) + len(self._other)
         with self._progress("translating", total=total, unit="sentences") as advance:
@@ -102,15 +109,32 @@ class OddsSearch:
                 self._alone = self._translate_alone(advance)
             figures = [self._alone]
             for factor in FACTORS:
-                self._mixture.weights = multiply_odds(fitted, factor)
-                try:
-                    figures.append(self._translate(factor, advance))
-                finally:
-                    self._mixture.weights = fitted
+                figures.append(self._translate(weights, factor, 1.0, advance))
                 if is_past_best(figures):
                     break
         best = best_factor(figures)
-        return ChosenOdds(multiply_odds(fitted, best), best, tuple(figures))
+        return ChosenOdds(multiply_odds(weights, best), best, tuple(figures))
+
+    def choose_end(self, settings: Sequence[Sequence[VoteParams]], weights: Weights, chosen: ChosenOdds) -> ChosenOdds:
+        """Change the factors of the weights' and the end token's odds by one place at a time, while BLEU rises.
+
+        Begins at what `choose` returned for the same settings and weights.
+        """
+        self._mixture.apply(settings, weights)
+        tried = {(own.factor, own.end_odds): own for own in chosen.figures}
+        best = chosen.best
+        with self._progress("translating with other odds of the end", unit="sentences") as advance:
+            while True:
+                for place in neighbour_places(best.factor, best.end_odds):
+                    if place not in tried:
+                        tried[place] = self._translate(weights, *place, advance)
+                nearby = [tried[place] for place in neighbour_places(best.factor, best.end_odds)]
+                after = max((own for own in nearby if _keeps(own, chosen.alone)), key=_bleu, default=best)
+                if after.bleu <= best.bleu:
+                    break
+                best = after
+        changed = multiply_odds(weights, best.factor)
+        return ChosenOdds(changed, best.factor, tuple(tried.values()), best.end_odds)
 
     def _translate_alone(self, advance: Callable[[int], None]) -> OddsFigures:
         own = _score(_translate(self._mixture, self._pairs, use_memory=False), self._pairs)
@@ -118,15 +142,23 @@ class OddsSearch:
         advance(len(self._pairs) + len(self._other))
         return OddsFigures(0.0, own.bleu, own.chrf, self._other_bleu(self._other_alone))
 
-    def _translate(self, factor: float, advance: Callable[[int], None]) -> OddsFigures:
-        own = _score(_translate(self._mixture, self._pairs), self._pairs)
+    def _translate(
+        self, weights: Weights, factor: float, end_odds: float, advance: Callable[[int], None]
+    ) -> OddsFigures:
+        """Return the figures of weights with these factors; the mixture keeps its own."""
+        mixture, before = self._mixture, self._mixture.end_odds
+        mixture.weights, mixture.end_odds = multiply_odds(weights, factor), end_odds
+        try:
+            own = _score(_translate(mixture, self._pairs), self._pairs)
+            inside = _translate(mixture, [self._other[number] for number in self._inside])
+        finally:
+            mixture.weights, mixture.end_odds = weights, before
         texts = list(self._other_alone)
-        inside = _translate(self._mixture, [self._other[number] for number in self._inside])
         for number, text in zip(self._inside, inside, strict=True):
             texts[number] = text
         advance(len(self._pairs) + len(self._inside))
-        voting = [memory.max_k for memory in self._mixture.memories if isinstance(memory, NeighbourMemory)]
-        return OddsFigures(factor, own.bleu, own.chrf, self._other_bleu(texts), max(voting, default=None))
+        voting = [memory.max_k for memory in mixture.memories if isinstance(memory, NeighbourMemory)]
+        return OddsFigures(factor, own.bleu, own.chrf, self._other_bleu(texts), max(voting, default=None), end_odds)
 
     def _other_bleu(self, texts: Sequence[str]) -> float | None:
         return _score(texts, self._other).bleu if self._other else None
@@ -136,7 +168,21 @@ def best_factor(figures: Sequence[OddsFigures]) -> float:
     """Return the factor with the best BLEU among those that keep other text; the smallest one if none does."""
     alone, *tried = figures
     kept = [own for own in tried if _keeps(own, alone)]
-    return max(kept, key=lambda own: own.bleu).factor if kept else tried[0].factor
+    return max(kept, key=_bleu).factor if kept else tried[0].factor
+
+
+def neighbour_places(factor: float, end_odds: float) -> list[tuple[float, float]]:
+    """Return the pairs of factors one place beside a pair: of the end token first, smaller ones before larger ones."""
+    places = []
+    for values, value, is_end in ((END_FACTORS, end_odds, True), (FACTORS, factor, False)):
+        place = values.index(value)
+        beside = [values[number] for number in (place + 1, place - 1) if 0 <= number < len(values)]
+        places += [(factor, other) if is_end else (other, end_odds) for other in beside]
+    return places
+
+
+def _bleu(own: OddsFigures) -> float:
+    return own.bleu
 
 
 def best_choice(chosen: Sequence[ChosenOdds]) -> int:

@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -45,7 +45,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.base import Positions
 from knnlm.memories.decoder import DecoderCard, set_lambda
-from knnlm.memories.voting import NeighbourMemory, VoteParams
+from knnlm.memories.voting import VoteParams
 from knnlm.mixture.em import fit, log_mixed
 from knnlm.mixture.evidence import evidence_features, text_evidence
 from knnlm.mixture.gate import (
@@ -85,7 +85,6 @@ MAX_SOURCES = 4000  # of each kind, that the domain of sources is fitted to
 
 _Columns = TypeVar("_Columns", MemoryFeatures, Positions)
 SettingsByMemory = Sequence[Sequence[VoteParams]]  # for each memory; empty where it has no neighbours
-Choose = Callable[[Sequence[tuple[VoteParams, ...]], Weights], ChosenOdds]
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,11 @@ class Tuning:
     def lmbda(self) -> float | None:
         """λ: the weight of all memories together, None where it depends on the token."""
         return sum(self.weights.values[1:]) if isinstance(self.weights, FixedWeights) else None
+
+    @property
+    def end_odds(self) -> float:
+        """Factor of the odds of the end token in translations."""
+        return 1.0 if self.odds is None else self.odds.end_odds
 
     @property
     def sweep(self) -> Sweep | None:
@@ -174,9 +178,7 @@ def tune(
         source_domain = _fit_source_domain(mixture.lm, store, documents, other) if other else None
         mixture.source_domain = source_domain
         if quality:
-            options["choose"] = partial(
-                _choose_odds, mixture, OddsSearch(mixture, some, other=others, progress=progress)
-            )
+            options["search"] = OddsSearch(mixture, some, other=others, progress=progress)
         result = tune_trace(
             trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=elsewhere, **options
         )
@@ -217,14 +219,6 @@ def _fit_source_domain(
     return SourceDomain.fit(Sources.read(lm, own), Sources.read(lm, elsewhere))
 
 
-def _choose_odds(
-    mixture: Mixture, search: OddsSearch, settings: Sequence[tuple[VoteParams, ...]], weights: Weights
-) -> ChosenOdds:
-    """Choose the odds of a mixture with these settings and weights, which it keeps."""
-    _apply(mixture, settings, weights)
-    return search.choose()
-
-
 def _check_texts(lm: CausalLM, *, samples: int | None, quality: int) -> None:
     """Raise where a model cannot write the samples or the translations that are asked for."""
     check_sample_count(samples or 0)
@@ -248,24 +242,24 @@ def tune_trace(
     online: bool = True,
     samples: Trace | None = None,
     evidence: bool = True,
-    choose: Choose | None = None,
+    search: OddsSearch | None = None,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tuning:
     """Choose settings and weights on a trace; nothing is saved. `online`: with online weights.
 
     `samples` is the trace of text that the memories should not be used for: the model wrote it, or it is of another
-    domain. A gate is trained also on it, by default with evidence. `choose` multiplies the odds of the fitted weights.
+    domain. A gate is trained also on it, by default with evidence. `search` multiplies the odds of the fitted weights.
     """
     begin = time.perf_counter()
     check_weights(weights)
     grid = grid or Grid.of()
     fit = partial(_fit_settings, trace, store, weights, samples, evidence=evidence, device=device, progress=progress)
     found, odds = fit(grid), None
-    if choose is not None:
+    if search is not None:
         # Many neighbours have the better probabilities, and few often the better translations.
         few = [] if grid.ks or found.max_k <= max(FEW_KS) else [fit(replace(grid, ks=FEW_KS))]
-        found, odds = _choose_by_quality([found, *few], choose)
+        found, odds = _choose_by_quality([found, *few], search)
     table, fitted, written = found.table, found.fitted, found.samples
     perplexity, config = fitted.perplexity, None
     if online and evidence:  # without evidence, the experts of a text keep their prior
@@ -324,12 +318,18 @@ def _fit_settings(
     return _FittedSettings(sweeps, settings, table, written, fitted)
 
 
-def _choose_by_quality(found: Sequence[_FittedSettings], choose: Choose) -> tuple[_FittedSettings, ChosenOdds]:
-    """Return the settings with the best translations, and their odds with the figures of all."""
-    chosen = [choose(own.settings, own.fitted.weights) for own in found]
+def _choose_by_quality(found: Sequence[_FittedSettings], search: OddsSearch) -> tuple[_FittedSettings, ChosenOdds]:
+    """Return the settings with the best translations, and their odds with the figures of all.
+
+    Fixed weights are those of kNN-MT's paper, where the odds of the end token stay as they are.
+    """
+    chosen = [search.choose(own.settings, own.fitted.weights) for own in found]
     place = best_choice(chosen)
     others = [figures for number, own in enumerate(chosen) if number != place for figures in own.figures[1:]]
-    return found[place], replace(chosen[place], figures=(*chosen[place].figures, *others))
+    best, odds = found[place], chosen[place]
+    if not isinstance(best.fitted.weights, FixedWeights):
+        odds = search.choose_end(best.settings, best.fitted.weights, odds)
+    return best, replace(odds, figures=(*odds.figures, *others))
 
 
 def _best_lambda(swept: Sweep) -> FittedWeights:
@@ -340,16 +340,9 @@ def _best_lambda(swept: Sweep) -> FittedWeights:
 
 def apply_tuning(mixture: Mixture, tuning: Tuning) -> None:
     """Set the weights of a mixture and the settings of its memories to tuned ones."""
-    _apply(mixture, [spec.settings for spec in tuning.specs], tuning.weights)
-    mixture.online = tuning.online
+    mixture.apply([spec.settings for spec in tuning.specs], tuning.weights)
+    mixture.online, mixture.end_odds = tuning.online, tuning.end_odds
     mixture.support, mixture.source_domain = tuning.support, tuning.source_domain
-
-
-def _apply(mixture: Mixture, settings: Sequence[tuple[VoteParams, ...]], weights: Weights) -> None:
-    for memory, own in zip(mixture.memories, settings, strict=True):
-        if isinstance(memory, NeighbourMemory):
-            memory.settings = own
-    mixture.weights = weights
 
 
 def save_trace_tuning(path: Path, result: Tuning, trace: Trace) -> None:
@@ -427,7 +420,8 @@ def scratch(path: Path) -> Iterator[Path]:
 
 def save_result(path: Path, result: Tuning, trace: Trace) -> None:
     """Save a tuning in a store, whose writer lock the caller holds."""
-    weights, tensors = weights_state(result.weights, result.online, result.support, result.source_domain)
+    own = result.weights, result.online, result.support, result.source_domain, result.end_odds
+    weights, tensors = weights_state(*own)
     save_tuning(
         path,
         SavedTuning(

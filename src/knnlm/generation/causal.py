@@ -362,8 +362,10 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
                 if generates:
                     mixed = self._damp(self.mixture.restrict_to_domain(mixed), state)
             # After the logits are narrowed: a row of the mixture for each position that remains.
-            outside = self._outside_domain(output.logits.shape, **others) if generates else None
-            log_p = (mixed if outside is None else mixed.without_memories(outside)).log_probs()
+            if generates:
+                log_p = self.mixture.generation_log_probs(mixed, self._outside_domain(output.logits.shape, **others))
+            else:
+                log_p = mixed.log_probs()
         log_p = log_p.unflatten(0, output.logits.shape[:2])
         # The output object is the base model's own, so its cache is kept, whatever its class.
         output["logits"] = log_p
@@ -730,7 +732,8 @@ def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[
         raise ModelError(
             f"{outside[0]}: lies outside the store, and copy_store copies the store only. Copy it by hand."
         )
-    state = weights_state(mixture.weights, mixture.online, mixture.support, mixture.source_domain)
+    own = mixture.weights, mixture.online, mixture.support, mixture.source_domain, mixture.end_odds
+    state = weights_state(*own)
     written = write_mixture(folder, specs, *state)
     return {**written, "options": mixture.options.as_dict()}
 

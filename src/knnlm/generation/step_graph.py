@@ -179,12 +179,11 @@ def _settings(mixture: Mixture) -> tuple[Any, ...]:
     for memory in mixture.memories:
         if isinstance(memory, NeighbourMemory):
             own += [memory.settings, getattr(memory, "store", None), getattr(memory, "index", None)]
-    return (mixture.weights, *mixture.memories, *own)
+    return (mixture.weights, mixture.end_odds, *mixture.memories, *own)
 
 
 def _predict(mixture: Mixture, inputs: _Inputs) -> Tensor:
-    mixed = mixture.predict(inputs.context, all_components=False)
-    return (mixed if inputs.outside is None else mixed.without_memories(inputs.outside)).log_probs()
+    return mixture.generation_log_probs(mixture.predict(inputs.context, all_components=False), inputs.outside)
 
 
 def _capture(mixture: Mixture, given: _Inputs) -> _Captured:

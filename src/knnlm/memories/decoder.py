@@ -61,11 +61,14 @@ class LMOutput:
         features, top = [], []
         for rows in self.logits.split(ROWS):
             log_p = rows.float().log_softmax(1)
-            best, tokens = log_p.topk(min(2, log_p.shape[1]), 1)
+            best, token = log_p.max(1, keepdim=True)
+            # Not `topk`, which launches some dozen kernels on a GPU; the first one is put back after it.
+            second = log_p.scatter_(1, token, -torch.inf).amax(1, keepdim=True) if log_p.shape[1] > 1 else best
+            log_p.scatter_(1, token, best)
             # In place: a new tensor of this size takes longer than the arithmetic, on a CPU.
             entropy = -log_p.exp().mul_(log_p.clamp_(min=-1e9)).sum(1)
-            features.append(torch.stack([best[:, 0], best[:, -1], entropy], 1))
-            top.append(tokens[:, 0])
+            features.append(torch.cat([best, second, entropy[:, None]], 1))
+            top.append(token[:, 0])
         if not features:
             return self.logits.new_zeros(0, len(LM_FEATURES)), self.logits.new_zeros(0, dtype=torch.long)
         return torch.cat(features).clamp(-100, 100), torch.cat(top)

@@ -114,13 +114,21 @@ def vote(neighbours: RetrievedNeighbours, *, knn_temperature: float, vocab_size:
     return Votes(neighbours.values, _log_weights(neighbours, (knn_temperature,))[0], vocab_size)
 
 
-def _log_weights(neighbours: RetrievedNeighbours, temperatures: tuple[float, ...]) -> Tensor:
-    """Return the (S, N, k) log-weights of neighbours by each of S temperatures; -inf where there is no neighbour."""
+def _log_weights(
+    neighbours: RetrievedNeighbours, temperatures: tuple[float, ...], ks: tuple[int, ...] | None = None
+) -> Tensor:
+    """Return the (S, N, k) log-weights of neighbours by each of S temperatures; -inf where there is no neighbour.
+
+    `ks` are the numbers of the nearest that vote with each temperature; None: all.
+    """
     distances = neighbours.distances
     # Relative to the nearest: the weights are the same, and a tiny τ cannot make the largest score infinite.
     scores = (distances[:, :1] - distances) / on_device(temperatures, distances.device, distances.dtype)[:, None, None]
     if neighbours.counts is not None:
         scores = scores + neighbours.counts.log()
+    if ks is not None:
+        ranks = on_device(tuple(range(distances.shape[1])), distances.device)
+        scores = scores.masked_fill(ranks >= on_device(ks, distances.device)[:, None, None], -torch.inf)
     # A row without any neighbour is -inf everywhere, and its softmax is undefined.
     return scores.log_softmax(-1).masked_fill(neighbours.ids < 0, -torch.inf)
 
@@ -137,10 +145,14 @@ class VoteOutput:
     def components(self) -> Sequence[Votes]:
         """The votes by each of the settings; those of the same neighbours share one tensor of values."""
         made: dict[VoteParams, Votes] = {}
-        for k in dict.fromkeys(setting.k for setting in self.settings):
-            own = [setting for setting in self.settings if setting.k == k]
+        ks = list(dict.fromkeys(setting.k for setting in self.settings))
+        # Of few neighbours, those that do not vote are as cheap as those that do: fewer and larger operations.
+        together = len(ks) > 1 and ks[0] == max(ks) <= NEAR
+        for k in ks[:1] if together else ks:
+            own = [setting for setting in self.settings if together or setting.k == k]
             nearest = self.neighbours.nearest(k)
-            weights = _log_weights(nearest, tuple(setting.knn_temperature for setting in own))
+            temperatures = tuple(setting.knn_temperature for setting in own)
+            weights = _log_weights(nearest, temperatures, tuple(setting.k for setting in own) if together else None)
             made |= {
                 setting: Votes(nearest.values, each, self.vocab_size)
                 for setting, each in zip(own, weights, strict=True)

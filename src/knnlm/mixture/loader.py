@@ -29,7 +29,14 @@ from knnlm.memories.subset import PairSubsetIndex
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import Readers
-from knnlm.mixture.saved import load_source_domain, load_support, load_tuning, load_weights, tuned_settings
+from knnlm.mixture.saved import (
+    load_end_odds,
+    load_source_domain,
+    load_support,
+    load_tuning,
+    load_weights,
+    tuned_settings,
+)
 from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureRequest, parse_memories, resolve
 from knnlm.mixture.support import SupportModel
@@ -46,11 +53,12 @@ class LoadedMixture:
     memories: list[Memory]
     labels: list[str]
     weights: Weights
-    online: OnlineConfig | None
-    support: SupportModel | None
-    source_domain: SourceDomain | None
     store: Datastore | None  # with the windows that texts are read in, and the saved tuning
     path: Path  # that all of it was opened from
+    online: OnlineConfig | None = None
+    support: SupportModel | None = None
+    source_domain: SourceDomain | None = None
+    end_odds: float = 1.0
 
 
 def load_mixture(
@@ -75,12 +83,14 @@ def load_mixture(
     online = None
     if stored_weights and stored_weights.get("online") is not None and request.options.online:
         online = OnlineConfig.from_dict(stored_weights["online"])
-    support = source_domain = None
+    tuned: dict[str, Any] = {"online": online}
     if stored_weights is not None:
-        support = load_support(stored_weights, _folder(store, request), memories)
-        source_domain = load_source_domain(stored_weights, _folder(store, request))
+        folder = _folder(store, request)
+        tuned["support"] = load_support(stored_weights, folder, memories)
+        tuned["source_domain"] = load_source_domain(stored_weights, folder)
+        tuned["end_odds"] = load_end_odds(stored_weights, folder)
     labels = [spec.label for spec in specs]
-    return LoadedMixture(loader.readers, memories, labels, weights, online, support, source_domain, store, store.path)
+    return LoadedMixture(loader.readers, memories, labels, weights, store, store.path, **tuned)
 
 
 def _folder(store: Datastore, request: MixtureRequest) -> Path:
@@ -399,7 +409,7 @@ def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> 
     lmbda = next(lmbda for lmbda in (request.lmbda, tuned, _DECODER_LAMBDA) if lmbda is not None)
     # The folder is known, so its last name is enough, also where it is copied; commas and colons separate specs.
     label = f"decoder={re.sub('[,:]', '_', folder.resolve().name)}"
-    return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, None, None, None, folder)
+    return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, folder)
 
 
 def _language_model(folder: Path, card: DecoderCard, model: str | None) -> str:

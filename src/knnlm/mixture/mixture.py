@@ -16,13 +16,14 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError, ShardChanged
 from knnlm.index.base import remote_status
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.windows import WindowShape
 from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput, Prediction, Source, SourceTokens
 from knnlm.memories.cache import CacheMemory
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.subset import PairSubsetIndex
-from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, searches
+from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams, searches
 from knnlm.mixture.layer import OnlineLayer, PositionInputs, SpanTexts
 from knnlm.mixture.loader import check_model, load_mixture, specs_of
 from knnlm.mixture.online import OnlineConfig
@@ -39,6 +40,7 @@ from knnlm.mixture.weights import (
     component_log_probs,
     component_slices_of,
     equal_weights,
+    multiply_end_odds,
 )
 from knnlm.progress import Progress, silent
 
@@ -121,6 +123,7 @@ class Mixture:
         damping: bool = True,
         support: SupportModel | None = None,
         source_domain: SourceDomain | None = None,
+        end_odds: float = 1.0,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         store: Datastore | None = None,
@@ -143,6 +146,7 @@ class Mixture:
         self.damping = damping  # in generation with online weights, of memories that repeat what was generated
         self.support = support  # of tokens; None: not tuned, or with other weights than the tuned ones
         self.source_domain = source_domain  # of pairs; None: sources of all domains are translated with the memories
+        self.end_odds = end_odds  # factor of the odds of the end token, in translations with the memories
         for each in self.memories:
             if isinstance(each, KnnMemory):
                 check_model(each.store, self.readers.models[each.source.reader], place=each.source)
@@ -200,6 +204,7 @@ class Mixture:
             damping=request.options.damping and request.options.online,
             support=loaded.support,
             source_domain=loaded.source_domain,
+            end_odds=loaded.end_odds,
             readers=loaded.readers,
             labels=loaded.labels,
             store=loaded.store,
@@ -243,7 +248,7 @@ class Mixture:
         after = self.reopen()
         if after.labels != self.labels:
             raise ShardChanged(f"{self.path} was changed, and has other memories now. Open it again.")
-        for name in ("weights", "online", "domain_check", "damping", "support", "source_domain"):
+        for name in ("weights", "online", "domain_check", "damping", "support", "source_domain", "end_odds"):
             setattr(after, name, getattr(self, name))
         for new, old in zip(after.memories, self.memories, strict=True):
             if isinstance(new, NeighbourMemory) and isinstance(old, NeighbourMemory):
@@ -273,6 +278,7 @@ class Mixture:
     def lmbda(self, lmbda: float) -> None:
         self.weights, self.online = equal_weights(self.memories, lmbda), None
         self.support = self.source_domain = None
+        self.end_odds = 1.0
 
     @property
     def lm_sources(self) -> list[Source]:
@@ -434,6 +440,25 @@ class Mixture:
             return mixed
         outside = ~self.layer.in_domain(mixed.states)
         return mixed.without_memories(outside if rows is None else outside & rows)
+
+    def generation_log_probs(self, mixed: MixturePrediction, outside: Tensor | None = None) -> Tensor:
+        """Return the (N, V) log-probabilities that the next generated tokens are chosen by.
+
+        The (N,) positions `outside` are those of sources outside the domain of the store: the language model alone
+        predicts them. In translations with the memories, the odds of the end token are multiplied.
+        """
+        log_probs = (mixed if outside is None else mixed.without_memories(outside)).log_probs()
+        if self.end_odds == 1 or not isinstance(self.lm, Seq2SeqLM):
+            return log_probs
+        rows = None if outside is None else ~outside
+        return multiply_end_odds(log_probs, self.lm.end_tokens[0], self.end_odds, rows)
+
+    def apply(self, settings: Sequence[Sequence[VoteParams]], weights: Weights) -> None:
+        """Set the settings of the memories with neighbours, in the order of all memories, and the weights."""
+        for memory, own in zip(self.memories, settings, strict=True):
+            if isinstance(memory, NeighbourMemory):
+                memory.settings = tuple(own)
+        self.weights = weights
 
     @property
     def checks_sources(self) -> bool:

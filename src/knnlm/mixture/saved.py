@@ -8,6 +8,7 @@ store/
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -142,9 +143,11 @@ def weights_state(
     online: OnlineConfig | None,
     support: SupportModel | None = None,
     source_domain: SourceDomain | None = None,
+    end_odds: float = 1.0,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return weights as JSON types for the catalog, and the tensors of their networks and of what belongs to them."""
     common: dict[str, Any] = {"kind": weights.kind, "online": online.as_dict() if online else None}
+    common["end_odds"] = end_odds
     tensors: dict[str, Tensor] = {}
     if support is not None:
         state, common["support"] = support.state()
@@ -227,6 +230,14 @@ def load_source_domain(metadata: dict[str, Any], path: Path) -> SourceDomain | N
         return SourceDomain.load(_stored(metadata, path, "source_domain"), metadata["source_domain"])
     except (KeyError, TypeError, ValueError, AttributeError, OSError, SafetensorError) as error:
         raise DatastoreCorrupt(f"{path}: the saved domain of sources cannot be read ({error}). {TUNE_AGAIN}") from None
+
+
+def load_end_odds(metadata: dict[str, Any], path: Path) -> float:
+    """Validate and return the factor of the odds of the end token that was stored with weights; 1: as they are."""
+    found = metadata.get("end_odds", 1.0)
+    if not isinstance(found, float | int) or not 0 < found < math.inf:
+        raise DatastoreCorrupt(f"{path}: the saved odds of the end token are {found!r}. {TUNE_AGAIN}")
+    return float(found)
 
 
 def _stored(metadata: dict[str, Any], path: Path, name: str) -> dict[str, Tensor]:

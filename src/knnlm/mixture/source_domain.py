@@ -167,10 +167,10 @@ def _log_ratios(tokens: Sequence[SourceTokens], labels: Tensor, mask: Tensor) ->
 def _sum_weights(weights: Tensor, tokens: Sequence[SourceTokens]) -> Tensor:
     """Return the (N,) sums of the (V,) weights of tokens; a token that has none counts 0."""
     sums = torch.zeros(len(tokens), dtype=weights.dtype)
-    for number, row in enumerate(tokens):
-        ids = torch.tensor(row, dtype=torch.long)
-        sums[number] = weights[ids[ids < len(weights)]].sum()
-    return sums
+    rows = torch.arange(len(tokens)).repeat_interleave(torch.tensor([len(row) for row in tokens], dtype=torch.long))
+    ids = torch.tensor([token for row in tokens for token in row], dtype=torch.long)
+    known = ids < len(weights)
+    return sums.index_add_(0, rows[known], weights[ids[known]])
 
 
 def _logits(states: Tensor, mean: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

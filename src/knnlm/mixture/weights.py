@@ -461,6 +461,22 @@ def multiply_odds(weights: Weights, factor: float) -> Weights:
     raise ParameterError(f"The odds of {weights.kind} weights cannot be multiplied.")
 
 
+def multiply_end_odds(log_probs: Tensor, end: int, factor: float, rows: Tensor | None = None) -> Tensor:
+    """Return (N, V) log-probabilities, changed in place, in which the odds of the token `end` are multiplied.
+
+    The (N,) rows are those to change; None: all. The result is normalised as the input is.
+    """
+    if factor == 1:
+        return log_probs
+    log_end = log_probs[:, end]
+    less = (1 - factor) * log_end.exp()  # the probability that is lost, before all is normalised
+    log_factor = torch.full_like(log_end, math.log(factor))
+    if rows is not None:
+        less, log_factor = less * rows, log_factor * rows
+    log_probs[:, end] = log_end + log_factor
+    return log_probs.sub_(torch.log1p(-less)[:, None])
+
+
 def _multiply_gate(gate: Gate, factor: float) -> Gate:
     return replace(gate, starts=_multiplied(gate.starts, factor), fitted=_multiplied(gate.fitted, factor))
 

@@ -79,6 +79,7 @@ class MixtureCache:
             online=base.online if _as_tuned(overrides) else None,
             support=base.support if len(chosen) == len(base.memories) and _as_tuned(overrides) else None,
             source_domain=base.source_domain if _as_tuned(overrides) else None,
+            end_odds=base.end_odds if _as_tuned(overrides) else 1.0,
             domain_check=base.domain_check if overrides.domain_check is None else overrides.domain_check,
             damping=base.damping,
             readers=base.readers,
