@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.pairs import pair_lm, pairs
-from knnlm.errors import CorpusError, ParameterError
+from knnlm.errors import CorpusError, DatastoreCorrupt, ParameterError
 from knnlm.evaluation import odds
 from knnlm.evaluation.odds import (
     END_FACTORS,
@@ -18,16 +18,17 @@ from knnlm.evaluation.odds import (
     ChosenOdds,
     OddsFigures,
     OddsSearch,
+    adjacent_factors,
     best_choice,
     best_factor,
     is_past_best,
-    neighbour_places,
 )
 from knnlm.evaluation.quality import score_translations
 from knnlm.evaluation.tune import FEW_KS
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.saved import load_end_odds
 from knnlm.mixture.weights import Buckets, BucketWeights, FixedWeights, multiply_odds
 
 VALID = pairs(12, start=60)
@@ -224,14 +225,34 @@ def test_odds_of_the_end_are_changed_while_bleu_rises(lm, path, monkeypatch):
     assert chosen.weights == multiply_odds(fitted, 4)
     assert len(set(translated)) == len(translated)
     assert {(own.factor, own.end_odds) for own in chosen.figures[1:]} == set(translated)
-    monkeypatch.setattr(odds, "MAX_LOSS", -1.0)  # nothing keeps other text: the place where it began remains
-    assert search.choose_end(settings, fitted, first).best == first.best
+    again = OddsSearch(mixture, VALID)  # which has not chosen anything before
+    monkeypatch.setattr(again, "_translate", figures_of)
+    monkeypatch.setattr(again, "_translate_alone", lambda _: OddsFigures(0.0, 1.0, 0.0, 40.0))
+    others = tuple(replace(own, max_k=1024, bleu=9.0) for own in first.figures[1:])  # of other settings
+    assert again.choose_end(settings, fitted, replace(first, figures=(*first.figures, *others))).best == chosen.best
 
 
-def test_places_beside_a_pair_of_factors():
-    assert neighbour_places(1.0, 1.0) == [(1.0, 0.5), (2.0, 1.0)]
-    assert neighbour_places(4.0, 0.25) == [(4.0, 0.125), (4.0, 0.5), (8.0, 0.25), (2.0, 0.25)]
-    assert neighbour_places(16.0, 0.0625) == [(16.0, 0.125), (8.0, 0.0625)]
+def test_odds_that_keep_other_text_come_before_a_better_bleu(lm, path, monkeypatch):
+    mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
+    search, settings = OddsSearch(mixture, VALID), [memory.settings for memory in mixture.memories]
+
+    def figures_of(_, factor, end, __):
+        return OddsFigures(factor, 5.0 - factor - (end < 1), 0.0, 39.7 if end == 0.5 else 39.6, None, end)
+
+    monkeypatch.setattr(search, "_translate", figures_of)
+    monkeypatch.setattr(search, "_translate_alone", lambda _: OddsFigures(0.0, 1.0, 0.0, 40.0))
+    first = search.choose(settings, mixture.weights)
+    assert (first.factor, first.end_odds) == (1.0, 1.0)
+    chosen = search.choose_end(settings, mixture.weights, first)
+    assert (chosen.factor, chosen.end_odds) == (1.0, 0.5)
+    monkeypatch.setattr(odds, "MAX_LOSS", -1.0)  # nothing keeps other text: the better BLEU remains
+    assert search.choose_end(settings, mixture.weights, first).best == first.best
+
+
+def test_adjacent_factors():
+    assert adjacent_factors(1.0, 1.0) == [(1.0, 0.5), (2.0, 1.0)]
+    assert adjacent_factors(4.0, 0.25) == [(4.0, 0.125), (4.0, 0.5), (8.0, 0.25), (2.0, 0.25)]
+    assert adjacent_factors(16.0, 0.0625) == [(16.0, 0.125), (8.0, 0.0625)]
 
 
 def test_figures_equal_translations_with_other_odds_of_the_end(lm, path, monkeypatch):
@@ -247,11 +268,11 @@ def test_figures_equal_translations_with_other_odds_of_the_end(lm, path, monkeyp
     for pair in VALID[:4]:
         source = lm.pad_sources(lm.encode_sources([pair.source_text]))
         target = [*lm.start_tokens]
-        while len(target) <= 12 and target[-1] != lm.end_tokens[0]:
+        while len(target) <= 12 and target[-1] != lm.end_tokens[-1]:
             ids = torch.tensor([target])
             with torch.no_grad():
                 probs = model(**source, decoder_input_ids=ids).logits[0, -1].double().exp()
-            probs[lm.end_tokens[0]] *= 0.125
+            probs[lm.end_tokens[-1]] *= 0.125
             for (banned,) in lm.model.generation_config.bad_words_ids or []:
                 probs[banned] = 0
             target.append(int(probs.argmax()))
@@ -277,8 +298,18 @@ def test_odds_of_the_end_are_tuned_saved_and_loaded(lm, path, monkeypatch):
     assert Mixture.open(path, lm, lmbda=0.3).end_odds == 1.0  # as in the paper
     mixture.lmbda = 0.3
     assert mixture.end_odds == 1.0
-    fixed = Mixture.open(path, lm, memories="knn", use_tuned=False)
-    assert fixed.tune(VALID, quality=4, weights="fixed").end_odds == fixed.end_odds == 1.0
+    for weights, expected in (("fixed", 1.0), ("fitted", 0.25), ("buckets", 0.25)):
+        other = Mixture.open(path, lm, memories="knn", use_tuned=False)
+        assert other.tune(VALID, quality=4, weights=weights).end_odds == other.end_odds == expected
+    other.set_weights(FixedWeights((1.0, 0.0)), [memory.settings[:1] for memory in other.memories])
+    assert other.end_odds == 1.0
+
+
+@pytest.mark.parametrize("stored", [0, -1.0, "1", True, float("inf")])
+def test_corrupt_odds_of_the_end_are_refused(stored, tmp_path):
+    assert load_end_odds({}, tmp_path) == 1.0  # weights that were tuned before there were any
+    with pytest.raises(DatastoreCorrupt, match=r"odds of the end token are .*Tune the store again"):
+        load_end_odds({"end_odds": stored}, tmp_path)
 
 
 def vars_of(result):

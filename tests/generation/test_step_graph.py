@@ -98,11 +98,13 @@ def test_other_weights_and_settings_are_captured_again(pair_store, gated, replay
     lm, path = pair_store
     mixture = Mixture.open(path, lm, use_tuned=False, k=4, lmbda=0.2)
     generate(mixture)
-    for number, change in enumerate(("weights", "settings", "odds"), 2):
+    for number, change in enumerate(("weights", "settings", "odds", "end"), 2):
         if change == "weights":
             mixture.weights = equal_weights(mixture.memories, 0.9)
         elif change == "settings":
             mixture.knn.settings = (VoteParams(1, 100.0),)
+        elif change == "end":
+            mixture.end_odds = 1e3
         else:
             mixture.weights = multiply_odds(mixture.weights, 4.0)
         expected = plain(mixture, monkeypatch)

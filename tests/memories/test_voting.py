@@ -20,20 +20,21 @@ def retrieved(queries, k, seed, missing):
     none = torch.zeros(queries, k, dtype=torch.bool)
     for row, count in enumerate(missing[:queries]):
         none[row, k - min(count, k) :] = True
+    counts = torch.randint(1, 4, (queries, k), generator=generator).float() if seed % 2 else None
     return RetrievedNeighbours(
-        ids.masked_fill(none, -1), distances.masked_fill(none, torch.inf), values.masked_fill(none, -1)
+        ids.masked_fill(none, -1), distances.masked_fill(none, torch.inf), values.masked_fill(none, -1), counts
     )
 
 
 def expected(neighbours, setting):
     """The (N, V) probabilities of the nearest `setting.k`, row by row."""
     probs = np.zeros((len(neighbours.ids), VOCABULARY))
-    for row, (distances, values) in enumerate(
-        zip(neighbours.distances.double().numpy(), neighbours.values.numpy(), strict=True)
-    ):
-        votes = [(d, v) for d, v in zip(distances[: setting.k], values[: setting.k], strict=True) if v >= 0]
-        weights = np.exp([-(d - votes[0][0]) / setting.knn_temperature for d, _ in votes])
-        for weight, (_, value) in zip(weights / weights.sum() if votes else (), votes, strict=True):
+    counts = torch.ones_like(neighbours.distances) if neighbours.counts is None else neighbours.counts
+    columns = (neighbours.distances.double(), neighbours.values, counts)
+    for row, own in enumerate(zip(*(column[:, : setting.k].tolist() for column in columns), strict=True)):
+        votes = [vote for vote in zip(*own, strict=True) if vote[1] >= 0]
+        weights = np.array([c * np.exp(-(d - votes[0][0]) / setting.knn_temperature) for d, _, c in votes])
+        for weight, (_, value, _) in zip(weights / weights.sum() if votes else (), votes, strict=True):
             probs[row, value] += weight
     return probs
 

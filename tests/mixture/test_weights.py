@@ -709,7 +709,7 @@ def test_search_skipper_refuses_invalid_training_data_and_features(skip):
         train_skip(features[:10], gain, groups)
 
 
-@given(st.integers(0, 99), st.floats(0.05, 8), st.booleans())
+@given(st.integers(0, 99), st.one_of(st.floats(0.05, 8), st.just(1e-9)), st.booleans())
 def test_odds_of_the_end_are_multiplied_at_the_marked_rows(seed, factor, some):
     generator = torch.Generator().manual_seed(seed)
     probs = torch.rand(4, 6, generator=generator, dtype=torch.float64).pow(3)
@@ -726,3 +726,11 @@ def test_odds_of_the_end_are_multiplied_at_the_marked_rows(seed, factor, some):
         rest = torch.tensor([0, 1, 3, 4, 5])
         torch.testing.assert_close(after[row, rest] / (1 - after[row, 2]), probs[row, rest] / (1 - probs[row, 2]))
     torch.testing.assert_close(after[3], probs[3])
+    if some:
+        assert torch.equal(multiply_end_odds(probs.float().log(), 2, factor, rows)[2], probs[2].float().log())
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, math.nan, math.inf])
+def test_odds_of_the_end_are_multiplied_by_a_positive_number_only(factor):
+    with pytest.raises(ParameterError, match="above 0"):
+        multiply_end_odds(torch.zeros(1, 1), 0, factor)

@@ -215,6 +215,21 @@ def test_sources_outside_the_domain_are_translated_by_the_model_alone(tmp_path):
         assert all(token["sources"] == [] and token["p"] == token["p_lm"] for token in each["knnlm"]["tokens"])
 
 
+def test_odds_of_the_end_are_those_of_the_tuned_weights_only(tmp_path):
+    mixture = marian_mixture(tmp_path / "pairs.store")
+    mixture.end_odds = 1e3
+    short = mixture.translate(SOURCES[:3], max_new_tokens=TOKENS)
+    mixture.end_odds = 1.0
+    right = mixture.translate(SOURCES[:3], max_new_tokens=TOKENS)
+    assert short != right
+    mixture.end_odds = 1e3
+    with serving(mixture) as served:
+        found = translate(served, SOURCES[:3])["translations"]
+        by_lambda = translate(served, SOURCES[:3], memory={"lambda": mixture.lmbda})["translations"]
+    assert [each["text"] for each in found] == short
+    assert [each["text"] for each in by_lambda] == right
+
+
 def test_memory_settings_are_those_of_the_request(marian, mixture):
     alone = mixture.translate(SOURCES[:4], max_new_tokens=TOKENS, use_memory=False)
     found = translate(marian, SOURCES[:4], memory={"off": True}, tokens=True)["translations"]

@@ -133,8 +133,8 @@ class GridFlags:
     quality: Annotated[
         int,
         typer.Option(
-            help="For pairs: also translate this many sentences of TEXT with several weights of the memories, and take "
-            "the weight with the best BLEU.",
+            help="For pairs: also translate this many sentences of TEXT with several weights of the memories and "
+            "several odds of the end of a translation, and take those with the best BLEU.",
             min=0,
             show_default="0: the weights that predict the targets best",
         ),
@@ -333,7 +333,7 @@ def _source_rows(domain: SourceDomain | None) -> list[tuple[str, str]]:
 
 
 def _odds_rows(odds: ChosenOdds | None) -> list[tuple[str, str]]:
-    """Return a row for each factor of the odds that was tried."""
+    """Return a row for each pair of factors that was tried."""
     rows = []
     for own in odds.figures if odds else ():
         neighbours = "" if own.max_k is None else f"k ≤ {own.max_k}, "

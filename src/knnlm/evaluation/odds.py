@@ -101,13 +101,11 @@ class OddsSearch:
         After two factors that were each worse than the one before, no larger one is tried. The mixture gets the
         settings and weights as they are.
         """
-        self._mixture.apply(settings, weights)
+        self._mixture.set_weights(weights, settings)
         total = len(FACTORS) * (len(self._pairs) + len(self._inside))
         total += 0 if self._alone else len(self._pairs) + len(self._other)
         with self._progress("translating", total=total, unit="sentences") as advance:
-            if self._alone is None:
-                self._alone = self._translate_alone(advance)
-            figures = [self._alone]
+            figures = [self._figures_alone(advance)]
             for factor in FACTORS:
                 figures.append(self._translate(weights, factor, 1.0, advance))
                 if is_past_best(figures):
@@ -116,25 +114,36 @@ class OddsSearch:
         return ChosenOdds(multiply_odds(weights, best), best, tuple(figures))
 
     def choose_end(self, settings: Sequence[Sequence[VoteParams]], weights: Weights, chosen: ChosenOdds) -> ChosenOdds:
-        """Change the factors of the weights' and the end token's odds by one place at a time, while BLEU rises.
+        """Change the factor of the odds of the memories, or that of the end token, to an adjacent one while BLEU rises.
 
         Begins at what `choose` returned for the same settings and weights.
         """
-        self._mixture.apply(settings, weights)
-        tried = {(own.factor, own.end_odds): own for own in chosen.figures}
+        self._mixture.set_weights(weights, settings)
         best = chosen.best
+        tried = {(own.factor, own.end_odds): own for own in chosen.figures if own.max_k in (None, best.max_k)}
         with self._progress("translating with other odds of the end", unit="sentences") as advance:
+            alone = self._figures_alone(advance)
+
+            def rank(own: OddsFigures) -> tuple[bool, float]:
+                return _keeps(own, alone), own.bleu
+
             while True:
-                for place in neighbour_places(best.factor, best.end_odds):
-                    if place not in tried:
-                        tried[place] = self._translate(weights, *place, advance)
-                nearby = [tried[place] for place in neighbour_places(best.factor, best.end_odds)]
-                after = max((own for own in nearby if _keeps(own, chosen.alone)), key=_bleu, default=best)
-                if after.bleu <= best.bleu:
+                adjacent = adjacent_factors(best.factor, best.end_odds)
+                for factors in adjacent:
+                    if factors not in tried:
+                        tried[factors] = self._translate(weights, *factors, advance)
+                after = max((tried[factors] for factors in adjacent), key=rank)
+                if rank(after) <= rank(best):
                     break
                 best = after
         changed = multiply_odds(weights, best.factor)
         return ChosenOdds(changed, best.factor, tuple(tried.values()), best.end_odds)
+
+    def _figures_alone(self, advance: Callable[[int], None]) -> OddsFigures:
+        """Return the figures of the model alone, which is translated with once."""
+        if self._alone is None:
+            self._alone = self._translate_alone(advance)
+        return self._alone
 
     def _translate_alone(self, advance: Callable[[int], None]) -> OddsFigures:
         own = _score(_translate(self._mixture, self._pairs, use_memory=False), self._pairs)
@@ -145,14 +154,14 @@ class OddsSearch:
     def _translate(
         self, weights: Weights, factor: float, end_odds: float, advance: Callable[[int], None]
     ) -> OddsFigures:
-        """Return the figures of weights with these factors; the mixture keeps its own."""
-        mixture, before = self._mixture, self._mixture.end_odds
+        """Return the figures of weights with these factors; the mixture has them without factors afterwards."""
+        mixture = self._mixture
         mixture.weights, mixture.end_odds = multiply_odds(weights, factor), end_odds
         try:
             own = _score(_translate(mixture, self._pairs), self._pairs)
             inside = _translate(mixture, [self._other[number] for number in self._inside])
         finally:
-            mixture.weights, mixture.end_odds = weights, before
+            mixture.weights, mixture.end_odds = weights, 1.0
         texts = list(self._other_alone)
         for number, text in zip(self._inside, inside, strict=True):
             texts[number] = text
@@ -171,14 +180,16 @@ def best_factor(figures: Sequence[OddsFigures]) -> float:
     return max(kept, key=_bleu).factor if kept else tried[0].factor
 
 
-def neighbour_places(factor: float, end_odds: float) -> list[tuple[float, float]]:
-    """Return the pairs of factors one place beside a pair: of the end token first, smaller ones before larger ones."""
-    places = []
-    for values, value, is_end in ((END_FACTORS, end_odds, True), (FACTORS, factor, False)):
-        place = values.index(value)
-        beside = [values[number] for number in (place + 1, place - 1) if 0 <= number < len(values)]
-        places += [(factor, other) if is_end else (other, end_odds) for other in beside]
-    return places
+def adjacent_factors(factor: float, end_odds: float) -> list[tuple[float, float]]:
+    """Return the pairs of factors that differ from a pair by one step, first those with other odds of the end."""
+    ends, factors = _adjacent(END_FACTORS, end_odds), _adjacent(FACTORS, factor)
+    return [*((factor, other) for other in ends), *((other, end_odds) for other in factors)]
+
+
+def _adjacent(values: Sequence[float], value: float) -> list[float]:
+    """Return the value after one of several, and the one before it."""
+    place = values.index(value)
+    return [*values[place + 1 : place + 2], *values[max(0, place - 1) : place]]
 
 
 def _bleu(own: OddsFigures) -> float:

@@ -141,8 +141,8 @@ def tune(
 
     A gate with online weights is trained also on `samples` tokens that the model writes (None: as many as the text has,
     at most 60,000) and on `other` documents, of other domains than the store's, with at most `limit` tokens. The weight
-    of memories of pairs, and whether few neighbours vote or many, are then chosen by the BLEU of `quality` translations
-    of pairs that are held out, at most a third of them; 0: as fitted.
+    of memories of pairs, whether few neighbours vote or many and, of other than fixed weights, the odds of the end
+    token are then chosen by the BLEU of `quality` translations of held-out pairs, at most a third; 0: as fitted.
     """
     store = mixture.store
     if store is None and mixture.path is not None and is_decoder(mixture.path):
@@ -321,13 +321,13 @@ def _fit_settings(
 def _choose_by_quality(found: Sequence[_FittedSettings], search: OddsSearch) -> tuple[_FittedSettings, ChosenOdds]:
     """Return the settings with the best translations, and their odds with the figures of all.
 
-    Fixed weights are those of kNN-MT's paper, where the odds of the end token stay as they are.
+    With fixed weights, which are those of kNN-MT's paper, the odds of the end token stay as they are.
     """
     chosen = [search.choose(own.settings, own.fitted.weights) for own in found]
     place = best_choice(chosen)
     others = [figures for number, own in enumerate(chosen) if number != place for figures in own.figures[1:]]
     best, odds = found[place], chosen[place]
-    if not isinstance(best.fitted.weights, FixedWeights):
+    if best.fitted.weights.kind != "fixed":
         odds = search.choose_end(best.settings, best.fitted.weights, odds)
     return best, replace(odds, figures=(*odds.figures, *others))
 
@@ -340,7 +340,7 @@ def _best_lambda(swept: Sweep) -> FittedWeights:
 
 def apply_tuning(mixture: Mixture, tuning: Tuning) -> None:
     """Set the weights of a mixture and the settings of its memories to tuned ones."""
-    mixture.apply([spec.settings for spec in tuning.specs], tuning.weights)
+    mixture.set_weights(tuning.weights, [spec.settings for spec in tuning.specs])
     mixture.online, mixture.end_odds = tuning.online, tuning.end_odds
     mixture.support, mixture.source_domain = tuning.support, tuning.source_domain
 
@@ -420,8 +420,13 @@ def scratch(path: Path) -> Iterator[Path]:
 
 def save_result(path: Path, result: Tuning, trace: Trace) -> None:
     """Save a tuning in a store, whose writer lock the caller holds."""
-    own = result.weights, result.online, result.support, result.source_domain, result.end_odds
-    weights, tensors = weights_state(*own)
+    weights, tensors = weights_state(
+        result.weights,
+        result.online,
+        support=result.support,
+        source_domain=result.source_domain,
+        end_odds=result.end_odds,
+    )
     save_tuning(
         path,
         SavedTuning(

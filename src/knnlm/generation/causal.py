@@ -732,8 +732,13 @@ def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[
         raise ModelError(
             f"{outside[0]}: lies outside the store, and copy_store copies the store only. Copy it by hand."
         )
-    own = mixture.weights, mixture.online, mixture.support, mixture.source_domain, mixture.end_odds
-    state = weights_state(*own)
+    state = weights_state(
+        mixture.weights,
+        mixture.online,
+        support=mixture.support,
+        source_domain=mixture.source_domain,
+        end_odds=mixture.end_odds,
+    )
     written = write_mixture(folder, specs, *state)
     return {**written, "options": mixture.options.as_dict()}
 

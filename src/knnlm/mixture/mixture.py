@@ -451,14 +451,14 @@ class Mixture:
         if self.end_odds == 1 or not isinstance(self.lm, Seq2SeqLM):
             return log_probs
         rows = None if outside is None else ~outside
-        return multiply_end_odds(log_probs, self.lm.end_tokens[0], self.end_odds, rows)
+        return multiply_end_odds(log_probs, self.lm.end_tokens[-1], self.end_odds, rows)
 
-    def apply(self, settings: Sequence[Sequence[VoteParams]], weights: Weights) -> None:
-        """Set the settings of the memories with neighbours, in the order of all memories, and the weights."""
+    def set_weights(self, weights: Weights, settings: Sequence[Sequence[VoteParams]]) -> None:
+        """Set weights that were fitted to these settings, one sequence for each memory; odds of the end become 1."""
         for memory, own in zip(self.memories, settings, strict=True):
             if isinstance(memory, NeighbourMemory):
                 memory.settings = tuple(own)
-        self.weights = weights
+        self.weights, self.end_odds = weights, 1.0
 
     @property
     def checks_sources(self) -> bool:
@@ -553,7 +553,8 @@ class Mixture:
         `online` adds online weights, which return to the language model in a text that the memories predict worse; a
         gate is then trained also on `samples` tokens that the model writes, by default as many as the documents have,
         and on `other` documents, which should be predicted as by the model alone. Of an encoder-decoder model, the
-        weight of the memories is then chosen by the BLEU of the first `quality` translations; 0: as fitted.
+        weight of the memories and, of other than fixed weights, the odds of the end token are then chosen by the BLEU
+        of `quality` translations; 0: as fitted.
         """
         from knnlm.evaluation.sweep import Grid
         from knnlm.evaluation.tune import tune

@@ -141,6 +141,7 @@ def gate_of(stored: Any) -> str | None:
 def weights_state(
     weights: Weights,
     online: OnlineConfig | None,
+    *,
     support: SupportModel | None = None,
     source_domain: SourceDomain | None = None,
     end_odds: float = 1.0,
@@ -235,7 +236,7 @@ def load_source_domain(metadata: dict[str, Any], path: Path) -> SourceDomain | N
 def load_end_odds(metadata: dict[str, Any], path: Path) -> float:
     """Validate and return the factor of the odds of the end token that was stored with weights; 1: as they are."""
     found = metadata.get("end_odds", 1.0)
-    if not isinstance(found, float | int) or not 0 < found < math.inf:
+    if isinstance(found, bool) or not isinstance(found, float | int) or not 0 < found < math.inf:
         raise DatastoreCorrupt(f"{path}: the saved odds of the end token are {found!r}. {TUNE_AGAIN}")
     return float(found)
 

@@ -445,8 +445,7 @@ def nearest(distances: Tensor) -> Tensor:
 
 def multiply_odds(weights: Weights, factor: float) -> Weights:
     """Return weights whose odds of memories against the language model are multiplied; of a gate, each network's."""
-    if not (math.isfinite(factor) and factor > 0):
-        raise ParameterError(f"odds are multiplied by a number above 0, not {factor}.")
+    _check_factor(factor)
     if factor == 1:
         return weights
     if isinstance(weights, FixedWeights):
@@ -464,17 +463,20 @@ def multiply_odds(weights: Weights, factor: float) -> Weights:
 def multiply_end_odds(log_probs: Tensor, end: int, factor: float, rows: Tensor | None = None) -> Tensor:
     """Return (N, V) log-probabilities, changed in place, in which the odds of the token `end` are multiplied.
 
-    The (N,) rows are those to change; None: all. The result is normalised as the input is.
+    The (N,) rows are those to change; None: all. Each row sums to 1, before and after.
     """
-    if factor == 1:
-        return log_probs
-    log_end = log_probs[:, end]
-    less = (1 - factor) * log_end.exp()  # the probability that is lost, before all is normalised
-    log_factor = torch.full_like(log_end, math.log(factor))
-    if rows is not None:
-        less, log_factor = less * rows, log_factor * rows
-    log_probs[:, end] = log_end + log_factor
-    return log_probs.sub_(torch.log1p(-less)[:, None])
+    _check_factor(factor)
+    log_end, log_factor = log_probs[:, end], math.log(factor)
+    total = torch.logaddexp(torch.log1p(-log_end.exp().clamp(max=1)), log_end + log_factor)
+    # Where nothing is changed, nothing is rounded either.
+    marked = torch.ones_like(log_end) if rows is None else rows.to(log_end)
+    log_probs[:, end] = log_end + log_factor * marked
+    return log_probs.sub_((total * marked)[:, None])
+
+
+def _check_factor(factor: float) -> None:
+    if not (math.isfinite(factor) and factor > 0):
+        raise ParameterError(f"odds are multiplied by a number above 0, not {factor}.")
 
 
 def _multiply_gate(gate: Gate, factor: float) -> Gate:

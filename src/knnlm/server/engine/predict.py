@@ -71,15 +71,16 @@ class MixtureCache:
             raise ParameterError('The list of memories is empty. To use none, send "off": true.')
         memories = [self._memory(number, overrides) for number in chosen]
         weights = self._weights(overrides, chosen, memories)
+        as_tuned = len(chosen) == len(base.memories) and _as_tuned(overrides)
         return Mixture(
             base.lm,
             memories,
             weights=weights,
             # λ, k and τ in a request are those of the paper's kNN-LM, as in rescoring.
             online=base.online if _as_tuned(overrides) else None,
-            support=base.support if len(chosen) == len(base.memories) and _as_tuned(overrides) else None,
+            support=base.support if as_tuned else None,
             source_domain=base.source_domain if _as_tuned(overrides) else None,
-            end_odds=base.end_odds if _as_tuned(overrides) else 1.0,
+            end_odds=base.end_odds if as_tuned else 1.0,
             domain_check=base.domain_check if overrides.domain_check is None else overrides.domain_check,
             damping=base.damping,
             readers=base.readers,

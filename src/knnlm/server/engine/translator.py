@@ -252,7 +252,10 @@ class Translator(Scheduler):
         return "stop" if ended else "length"
 
     def _score(self, request: TranslationRequest, target: list[int]) -> list[ScoredToken]:
-        """Return the tokens of a target with their probabilities and sources, as they were when each was generated."""
+        """Return the tokens of a target with their probabilities and sources, as they were when each was generated.
+
+        The odds of the end token are those of the mixture, before they are multiplied.
+        """
         model = cast(KnnForSeq2SeqLM, self.model)
         source = self._lm.pad_sources([list(request.source)])
         mixture = self.mixtures.get(request.overrides)
