@@ -147,7 +147,7 @@ def test_store_without_support_opens_and_one_for_other_memories_is_refused(lm, p
     mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
     mixture.tune(documents(8, start=100), weights="fixed")
     assert load_support(weights_state(mixture.weights, None)[0], path, mixture.memories) is None
-    saved, tensors = weights_state(mixture.weights, mixture.online, mixture.support)
+    saved, tensors = weights_state(mixture.weights, mixture.online, support=mixture.support)
     assert {name.split(".")[0] for name in tensors} == {"support"}
     with pytest.raises(DatastoreCorrupt, match="saved support"):
         load_support({**saved, "file": "missing.safetensors"}, path, mixture.memories)
