@@ -323,7 +323,7 @@ def odds_of(odds: ChosenOdds | None) -> str:
     if odds is None:
         return "as fitted"
     tried = [(own.max_k, own.factor, own.end_odds, round(own.bleu, 2)) for own in odds.figures]
-    return f"odds × {odds.factor:g}, of the end × {odds.end_odds:g}, of (k, odds, end, BLEU) {tried}"
+    return f"odds × {odds.factor:g}, of the end × {odds.end_odds}, of (k, odds, end, BLEU) {tried}"
 
 
 def seconds_of(translate: Translate, sources: Sequence[str]) -> float:

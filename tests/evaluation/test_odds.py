@@ -22,9 +22,11 @@ from knnlm.evaluation.odds import (
     best_choice,
     best_factor,
     is_past_best,
+    memories_by_store,
 )
 from knnlm.evaluation.quality import score_translations
-from knnlm.evaluation.tune import FEW_KS
+from knnlm.evaluation.sweep import Grid
+from knnlm.evaluation.tune import FEW_KS, sweep_all
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
@@ -253,6 +255,80 @@ def test_adjacent_factors():
     assert adjacent_factors(1.0, 1.0) == [(1.0, 0.5), (2.0, 1.0)]
     assert adjacent_factors(4.0, 0.25) == [(4.0, 0.125), (4.0, 0.5), (8.0, 0.25), (2.0, 0.25)]
     assert adjacent_factors(16.0, 0.0625) == [(16.0, 0.125), (8.0, 0.0625)]
+    both = adjacent_factors(1.0, (0.5, 1.0, 0.5), [[0, 2], [1]])
+    assert both == [
+        (1.0, (0.25, 1.0, 0.25)),
+        (1.0, (1.0, 1.0, 1.0)),
+        (1.0, (0.5, 0.5, 0.5)),
+        (2.0, (0.5, 1.0, 0.5)),
+    ]
+
+
+def two_stores(lm, path, folder, **settings):
+    """A mixture of the memories of two stores."""
+    build(pairs(18, start=30), folder, lm=lm).close()
+    return Mixture.open(path, lm, memories=f"knn,ngram,knn={folder}", **settings)
+
+
+def test_each_store_has_odds_of_the_end_of_its_own(lm, path, tmp_path, monkeypatch):
+    """On a made-up surface of BLEU whose best place has different factors for the two stores."""
+    mixture = two_stores(lm, path, tmp_path / "other.store", use_tuned=False)
+    assert memories_by_store(mixture) == [[0, 1], [2]]
+    search, settings = OddsSearch(mixture, VALID), [spec.settings for spec in mixture.specs]
+
+    def figures_of(_, factor, end, __):
+        assert end[0] == end[1]  # of one store
+        first, second = (END_FACTORS.index(own) for own in end[1:])
+        return OddsFigures(factor, 9.0 - abs(first - 3) - abs(second - 1) - factor / 100, 0.0, None, None, end)
+
+    monkeypatch.setattr(search, "_translate", figures_of)
+    monkeypatch.setattr(search, "_translate_alone", lambda _: OddsFigures(0.0, 1.0, 0.0))
+    first = search.choose(settings, mixture.weights)
+    assert first.end_odds == first.best.end_odds == (1.0, 1.0, 1.0)
+    chosen = search.choose_end(settings, mixture.weights, first)
+    assert (chosen.factor, chosen.end_odds) == (1.0, (0.125, 0.125, 0.5))
+    assert chosen.best.end_text == "0.125 and 0.125 and 0.5"
+    assert first.best.end_text == chosen.alone.end_text == ""
+
+
+def test_few_neighbours_are_tried_for_every_store(lm, path, tmp_path):
+    mixture = two_stores(lm, path, tmp_path / "other.store", use_tuned=False)
+    trace = mixture.record(VALID, tmp_path / "trace")
+    for sweeps in (sweep_all(trace, ks=FEW_KS), sweep_all(trace, grid=Grid.of(lambdas=[0.5]), ks=FEW_KS)):
+        assert [own and tuple(own.ks) for own in sweeps] == [FEW_KS, None, FEW_KS]
+    own, _, other = sweep_all(trace, grid=Grid.of(ks=[2]), ks=FEW_KS)
+    assert (tuple(own.ks), tuple(other.ks)) == ((2,), FEW_KS)  # what was asked for stays
+
+
+def test_odds_of_the_end_of_two_stores_are_saved_and_loaded(lm, path, tmp_path, monkeypatch):
+    mixture = two_stores(lm, path, tmp_path / "other.store", use_tuned=False)
+    factors = (0.25, 0.25, 0.5)
+    monkeypatch.setattr(OddsSearch, "choose_end", lambda _, __, ___, first: replace(first, end_odds=factors))
+    monkeypatch.setattr(ChosenOdds, "best", property(lambda own: own.figures[1]))
+    result = mixture.tune(VALID, quality=4, samples=0)
+    assert result.end_odds == mixture.end_odds == Mixture.open(path, lm).end_odds == factors
+    sources = [pair.source_text for pair in VALID]
+    assert Mixture.open(path, lm).translate(sources) == mixture.translate(sources)
+    assert Mixture.open(path, lm, memories="knn").end_odds == 1.0  # of other memories than those that were tuned
+
+
+def test_factors_of_the_end_are_weighted_as_the_memories_are(lm, path, tmp_path):
+    """By hand: the probability of the end at each position, with the geometric mean of both stores' factors."""
+    mixture = two_stores(lm, path, tmp_path / "other.store", lmbda=0.6)
+    end = lm.end_tokens[-1]
+    mixture.weights = FixedWeights((0.4, 0.1, *[0.0] * (mixture.component_slices[2].start - 2), 0.5))
+    model, pair = KnnForSeq2SeqLM(mixture), VALID[0]
+    source = lm.pad_sources(lm.encode_sources([pair.source_text]))
+    with torch.no_grad():
+        plain = model(**source, decoder_input_ids=torch.tensor([[*lm.start_tokens]])).logits[0, -1].double().exp()
+    mixture.end_odds = (1e4, 1e4, 1e-2)
+    factor = 1e4 ** (1 / 6) * 1e-2 ** (5 / 6)
+    wanted = plain.clone()
+    wanted[end] *= factor
+    wanted /= wanted.sum()
+    written = model.generate(**source, max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
+    found = written.logits[0][0].double().softmax(0)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_figures_equal_translations_with_other_odds_of_the_end(lm, path, monkeypatch):
@@ -307,9 +383,11 @@ def test_odds_of_the_end_are_tuned_saved_and_loaded(lm, path, monkeypatch):
 
 @pytest.mark.parametrize("stored", [0, -1.0, "1", True, float("inf")])
 def test_corrupt_odds_of_the_end_are_refused(stored, tmp_path):
-    assert load_end_odds({}, tmp_path) == 1.0  # weights that were tuned before there were any
-    with pytest.raises(DatastoreCorrupt, match=r"odds of the end token are .*Tune the store again"):
-        load_end_odds({"end_odds": stored}, tmp_path)
+    assert load_end_odds({}, tmp_path, 1) == 1.0  # weights that were tuned before there were any
+    assert load_end_odds({"end_odds": [1, 0.5]}, tmp_path, 2) == (1.0, 0.5)
+    for found in (stored, [stored], [1.0, 1.0], []):
+        with pytest.raises(DatastoreCorrupt, match=r"odds of the end token are .*Tune the store again"):
+            load_end_odds({"end_odds": found}, tmp_path, 1)
 
 
 def vars_of(result):

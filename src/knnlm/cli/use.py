@@ -337,7 +337,7 @@ def _odds_rows(odds: ChosenOdds | None) -> list[tuple[str, str]]:
     rows = []
     for own in odds.figures if odds else ():
         neighbours = "" if own.max_k is None else f"k ≤ {own.max_k}, "
-        end = "" if own.end_odds == 1 else f", end × {own.end_odds:g}"
+        end = f", end × {own.end_text}" if own.end_text else ""
         name = f"{neighbours}odds × {own.factor:g}{end}" if own.factor else "model alone"
         other = "" if own.other_bleu is None else f"; other text: BLEU {own.other_bleu:.2f}"
         chosen = ", chosen" if odds and own is odds.best else ""

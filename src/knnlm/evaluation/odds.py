@@ -8,7 +8,8 @@ must not lose by it. In the same way, many neighbours give better probabilities,
 translations than few, so that both are tried.
 
 Memories whose texts are shorter than those to translate end translations too early. So the odds of the end token are
-divided by a few factors as well, and both factors are changed in turns while BLEU rises.
+divided by a few factors as well, and both factors are changed in turns while BLEU rises. Memories of several stores
+have a factor each.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.voting import NeighbourMemory, VoteParams
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.source_domain import Sources
-from knnlm.mixture.weights import Weights, multiply_odds
+from knnlm.mixture.weights import EndOdds, Weights, multiply_odds
 from knnlm.progress import Progress, silent
 
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -43,7 +44,13 @@ class OddsFigures:
     chrf: float
     other_bleu: float | None = None  # of text of another domain; None: there is none
     max_k: int | None = None  # neighbours that vote, at most; None: no memory has neighbours
-    end_odds: float = 1.0
+    end_odds: EndOdds = 1.0
+
+    @property
+    def end_text(self) -> str:
+        """The factors of the odds of the end token as a text; empty if they are all 1."""
+        factors = self.end_odds if isinstance(self.end_odds, tuple) else (self.end_odds,)
+        return "" if set(factors) == {1.0} else " and ".join(f"{factor:g}" for factor in factors)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as JSON types."""
@@ -57,7 +64,7 @@ class ChosenOdds:
     weights: Weights
     factor: float
     figures: tuple[OddsFigures, ...]
-    end_odds: float = 1.0
+    end_odds: EndOdds = 1.0
 
     @property
     def alone(self) -> OddsFigures:
@@ -92,6 +99,8 @@ class OddsSearch:
         self._mixture, self._pairs, self._other, self._progress = mixture, pairs, other, progress
         # Sources outside the domain are translated by the model alone, whatever the weights.
         self._inside = [number for number, outside in enumerate(_outside_domain(mixture, other)) if not outside]
+        self._stores = memories_by_store(mixture)
+        self._end_as_fitted: EndOdds = 1.0 if len(self._stores) < 2 else (1.0,) * len(mixture.memories)
         self._alone: OddsFigures | None = None
         self._other_alone: list[str] = []  # translations of the model alone
 
@@ -107,14 +116,14 @@ class OddsSearch:
         with self._progress("translating", total=total, unit="sentences") as advance:
             figures = [self._figures_alone(advance)]
             for factor in FACTORS:
-                figures.append(self._translate(weights, factor, 1.0, advance))
+                figures.append(self._translate(weights, factor, self._end_as_fitted, advance))
                 if is_past_best(figures):
                     break
         best = best_factor(figures)
-        return ChosenOdds(multiply_odds(weights, best), best, tuple(figures))
+        return ChosenOdds(multiply_odds(weights, best), best, tuple(figures), self._end_as_fitted)
 
     def choose_end(self, settings: Sequence[Sequence[VoteParams]], weights: Weights, chosen: ChosenOdds) -> ChosenOdds:
-        """Change the factor of the odds of the memories, or that of the end token, to an adjacent one while BLEU rises.
+        """Change the factor of the odds of the memories, or one of the end token, to an adjacent one while BLEU rises.
 
         Begins at what `choose` returned for the same settings and weights.
         """
@@ -128,7 +137,7 @@ class OddsSearch:
                 return _keeps(own, alone), own.bleu
 
             while True:
-                adjacent = adjacent_factors(best.factor, best.end_odds)
+                adjacent = adjacent_factors(best.factor, best.end_odds, self._stores)
                 for factors in adjacent:
                     if factors not in tried:
                         tried[factors] = self._translate(weights, *factors, advance)
@@ -152,7 +161,7 @@ class OddsSearch:
         return OddsFigures(0.0, own.bleu, own.chrf, self._other_bleu(self._other_alone))
 
     def _translate(
-        self, weights: Weights, factor: float, end_odds: float, advance: Callable[[int], None]
+        self, weights: Weights, factor: float, end_odds: EndOdds, advance: Callable[[int], None]
     ) -> OddsFigures:
         """Return the figures of weights with these factors; the mixture has them without factors afterwards."""
         mixture = self._mixture
@@ -180,9 +189,27 @@ def best_factor(figures: Sequence[OddsFigures]) -> float:
     return max(kept, key=_bleu).factor if kept else tried[0].factor
 
 
-def adjacent_factors(factor: float, end_odds: float) -> list[tuple[float, float]]:
-    """Return the pairs of factors that differ from a pair by one step, first those with other odds of the end."""
-    ends, factors = _adjacent(END_FACTORS, end_odds), _adjacent(FACTORS, factor)
+def memories_by_store(mixture: Mixture) -> list[list[int]]:
+    """Return the numbers of the memories of each store: first all of the main one, then those of each other store."""
+    others = [number for number, spec in enumerate(mixture.specs) if spec.kind == "knn" and spec.path]
+    own = [number for number in range(len(mixture.memories)) if number not in others]
+    return [numbers for numbers in (own, *([number] for number in others)) if numbers]
+
+
+def adjacent_factors(
+    factor: float, end_odds: EndOdds, stores: Sequence[Sequence[int]] = ()
+) -> list[tuple[float, EndOdds]]:
+    """Return the pairs of factors that differ from a pair by one step, first those with other odds of the end.
+
+    If the memories have a factor of the end each, those of one of the `stores` are changed together.
+    """
+    factors, ends = _adjacent(FACTORS, factor), list[EndOdds]()
+    if isinstance(end_odds, tuple):
+        for numbers in stores:
+            for other in _adjacent(END_FACTORS, end_odds[numbers[0]]):
+                ends.append(tuple(other if place in numbers else own for place, own in enumerate(end_odds)))
+    else:
+        ends += _adjacent(END_FACTORS, end_odds)
     return [*((factor, other) for other in ends), *((other, end_odds) for other in factors)]
 
 

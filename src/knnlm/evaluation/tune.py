@@ -70,6 +70,7 @@ from knnlm.mixture.weights import (
     KINDS,
     Buckets,
     BucketWeights,
+    EndOdds,
     FixedWeights,
     GatedWeights,
     Weights,
@@ -112,7 +113,7 @@ class Tuning:
         return sum(self.weights.values[1:]) if isinstance(self.weights, FixedWeights) else None
 
     @property
-    def end_odds(self) -> float:
+    def end_odds(self) -> EndOdds:
         """Factor of the odds of the end token in translations."""
         return 1.0 if self.odds is None else self.odds.end_odds
 
@@ -258,7 +259,7 @@ def tune_trace(
     found, odds = fit(grid), None
     if search is not None:
         # Many neighbours have the better probabilities, and few often the better translations.
-        few = [] if grid.ks or found.max_k <= max(FEW_KS) else [fit(replace(grid, ks=FEW_KS))]
+        few = [] if grid.ks or found.max_k <= max(FEW_KS) else [fit(grid, ks=FEW_KS)]
         found, odds = _choose_by_quality([found, *few], search)
     table, fitted, written = found.table, found.fitted, found.samples
     perplexity, config = fitted.perplexity, None
@@ -303,10 +304,18 @@ class _FittedSettings:
 
 
 def _fit_settings(
-    trace: Trace, store: Datastore, weights: str, samples: Trace | None, grid: Grid, *, evidence: bool, **how: Any
+    trace: Trace,
+    store: Datastore,
+    weights: str,
+    samples: Trace | None,
+    grid: Grid,
+    *,
+    evidence: bool,
+    ks: tuple[int, ...] | None = None,
+    **how: Any,
 ) -> _FittedSettings:
-    """Choose settings from a grid, and fit weights to them."""
-    sweeps = sweep_all(trace, grid=grid, device=how["device"])
+    """Choose settings from a grid, and fit weights to them. `ks` are those of all memories, where the grid has none."""
+    sweeps = sweep_all(trace, grid=grid, ks=ks, device=how["device"])
     settings = choose_settings(trace, sweeps, several=weights != "fixed")
     table = tabulate(trace, settings, device=how["device"])
     written = None if samples is None else tabulate(samples, settings, device=how["device"])
@@ -827,13 +836,18 @@ def choose_settings(trace: Trace, sweeps: Sequence[Sweep | None], *, several: bo
     return chosen
 
 
-def sweep_all(trace: Trace, *, grid: Grid | None = None, device: str = "cpu") -> list[Sweep | None]:
-    """Sweep every memory of neighbours, each alone with the language model; the grid is for the first of them."""
+def sweep_all(
+    trace: Trace, *, grid: Grid | None = None, ks: tuple[int, ...] | None = None, device: str = "cpu"
+) -> list[Sweep | None]:
+    """Sweep every memory of neighbours, each alone with the language model; the grid is for the first of them.
+
+    `ks` are tried for every memory for which the grid has none.
+    """
     own = grid or Grid.of()
     sweeps: list[Sweep | None] = []
     for number, memory in enumerate(trace.memories):
         if memory.has_neighbours:
-            sweeps.append(sweep(trace, memory=number, device=device, **asdict(own)))
+            sweeps.append(sweep(trace, memory=number, device=device, **asdict(replace(own, ks=own.ks or ks))))
             own = Grid.of()
         else:
             sweeps.append(None)

@@ -40,7 +40,7 @@ from knnlm.mixture.saved import (
 from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureRequest, parse_memories, resolve
 from knnlm.mixture.support import SupportModel
-from knnlm.mixture.weights import Weights, equal_weights, first_components
+from knnlm.mixture.weights import EndOdds, Weights, equal_weights, first_components
 
 _DECODER_LAMBDA = 0.5  # of a decoder until it is tuned
 
@@ -58,7 +58,7 @@ class LoadedMixture:
     online: OnlineConfig | None = None
     support: SupportModel | None = None
     source_domain: SourceDomain | None = None
-    end_odds: float = 1.0
+    end_odds: EndOdds = 1.0
 
 
 def load_mixture(
@@ -88,7 +88,7 @@ def load_mixture(
         folder = _folder(store, request)
         tuned["support"] = load_support(stored_weights, folder, memories)
         tuned["source_domain"] = load_source_domain(stored_weights, folder)
-        tuned["end_odds"] = load_end_odds(stored_weights, folder)
+        tuned["end_odds"] = load_end_odds(stored_weights, folder, len(memories))
     labels = [spec.label for spec in specs]
     return LoadedMixture(loader.readers, memories, labels, weights, store, store.path, **tuned)
 

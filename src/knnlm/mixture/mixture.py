@@ -18,7 +18,17 @@ from knnlm.index.base import remote_status
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.windows import WindowShape
-from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput, Prediction, Source, SourceTokens
+from knnlm.memories.base import (
+    LM_LOGITS,
+    LOGITS,
+    Context,
+    Memory,
+    MemoryOutput,
+    Prediction,
+    Source,
+    SourceTokens,
+    on_device,
+)
 from knnlm.memories.cache import CacheMemory
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
@@ -32,6 +42,7 @@ from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureOptions, MixtureRequest, SavedMixture
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
+    EndOdds,
     FixedWeights,
     GatedWeights,
     MixturePrediction,
@@ -40,6 +51,7 @@ from knnlm.mixture.weights import (
     component_log_probs,
     component_slices_of,
     equal_weights,
+    mean_end_odds,
     multiply_end_odds,
 )
 from knnlm.progress import Progress, silent
@@ -123,7 +135,7 @@ class Mixture:
         damping: bool = True,
         support: SupportModel | None = None,
         source_domain: SourceDomain | None = None,
-        end_odds: float = 1.0,
+        end_odds: EndOdds = 1.0,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         store: Datastore | None = None,
@@ -146,7 +158,7 @@ class Mixture:
         self.damping = damping  # in generation with online weights, of memories that repeat what was generated
         self.support = support  # of tokens; None: not tuned, or with other weights than the tuned ones
         self.source_domain = source_domain  # of pairs; None: sources of all domains are translated with the memories
-        self.end_odds = end_odds  # factor of the odds of the end token, in translations with the memories
+        self.end_odds: EndOdds = end_odds  # of the end token, in translations with the memories
         for each in self.memories:
             if isinstance(each, KnnMemory):
                 check_model(each.store, self.readers.models[each.source.reader], place=each.source)
@@ -451,7 +463,17 @@ class Mixture:
         if self.end_odds == 1 or not isinstance(self.lm, Seq2SeqLM):
             return log_probs
         rows = None if outside is None else ~outside
-        return multiply_end_odds(log_probs, self.lm.end_tokens[-1], self.end_odds, rows)
+        return multiply_end_odds(log_probs, self.lm.end_tokens[-1], self._end_factor(mixed), rows)
+
+    def _end_factor(self, mixed: MixturePrediction) -> float | Tensor:
+        """Return the factor of the odds of the end token: one number, or one for each position."""
+        if not isinstance(self.end_odds, tuple):
+            return self.end_odds
+        slices, weights = self.component_slices, mixed.weights
+        if weights.shape[1] != slices[-1].stop:  # memories whose weight is 0 everywhere were left out
+            assert isinstance(self.weights, FixedWeights)
+            weights = on_device(self.weights.values, weights.device)[None]
+        return mean_end_odds(weights, slices, self.end_odds)
 
     def set_weights(self, weights: Weights, settings: Sequence[Sequence[VoteParams]]) -> None:
         """Set weights that were fitted to these settings, one sequence for each memory; odds of the end become 1."""

@@ -31,6 +31,7 @@ from knnlm.mixture.evidence import EVIDENCE
 from knnlm.mixture.gate import Gate, SearchSkipper, features, memory_features, place
 
 KINDS = ("fixed", "fitted", "buckets", "gated")
+EndOdds = float | tuple[float, ...]  # factor of the odds of the end token, or one for each memory
 
 _SUM_TOLERANCE = 1e-3  # of the sum of stored weights
 
@@ -460,13 +461,14 @@ def multiply_odds(weights: Weights, factor: float) -> Weights:
     raise ParameterError(f"The odds of {weights.kind} weights cannot be multiplied.")
 
 
-def multiply_end_odds(log_probs: Tensor, end: int, factor: float, rows: Tensor | None = None) -> Tensor:
+def multiply_end_odds(log_probs: Tensor, end: int, factor: float | Tensor, rows: Tensor | None = None) -> Tensor:
     """Return (N, V) log-probabilities, changed in place, in which the odds of the token `end` are multiplied.
 
-    The (N,) rows are those to change; None: all. Each row sums to 1, before and after.
+    The factor is one number, or an (N,) tensor of positive ones. The (N,) rows are those to change; None: all. Each row
+    sums to 1, before and after.
     """
-    _check_factor(factor)
-    log_end, log_factor = log_probs[:, end], math.log(factor)
+    log_end = log_probs[:, end]
+    log_factor = factor.log().to(log_end) if isinstance(factor, Tensor) else math.log(_check_factor(factor))
     total = torch.logaddexp(torch.log1p(-log_end.exp().clamp(max=1)), log_end + log_factor)
     # Where nothing is changed, nothing is rounded either.
     marked = torch.ones_like(log_end) if rows is None else rows.to(log_end)
@@ -474,9 +476,22 @@ def multiply_end_odds(log_probs: Tensor, end: int, factor: float, rows: Tensor |
     return log_probs.sub_((total * marked)[:, None])
 
 
-def _check_factor(factor: float) -> None:
+def mean_end_odds(weights: Tensor, slices: Sequence[slice], factors: Sequence[float]) -> Tensor:
+    """Return the (N,) geometric means of the memories' factors by their shares of the (N, M) weights.
+
+    Where all memories have the weight 0, each has the same share.
+    """
+    by_memory = torch.stack([weights[:, own].sum(1) for own in slices], 1).float() + torch.finfo(torch.float32).tiny
+    shares = by_memory / by_memory.sum(1, keepdim=True)
+    logs = on_device(tuple(math.log(_check_factor(factor)) for factor in factors), weights.device)
+    return (shares * logs.float()).sum(1).exp()
+
+
+def _check_factor(factor: float) -> float:
+    """Return a factor of odds; raise ParameterError for one that is not a positive number."""
     if not (math.isfinite(factor) and factor > 0):
         raise ParameterError(f"odds are multiplied by a number above 0, not {factor}.")
+    return factor
 
 
 def _multiply_gate(gate: Gate, factor: float) -> Gate:
