@@ -310,6 +310,7 @@ def test_odds_of_the_end_of_two_stores_are_saved_and_loaded(lm, path, tmp_path, 
     sources = [pair.source_text for pair in VALID]
     assert Mixture.open(path, lm).translate(sources) == mixture.translate(sources)
     assert Mixture.open(path, lm, memories="knn").end_odds == 1.0  # of other memories than those that were tuned
+    assert mixture.tune(VALID, quality=4, weights="fixed").end_odds == mixture.end_odds == 1.0
 
 
 def test_factors_of_the_end_are_weighted_as_the_memories_are(lm, path, tmp_path):

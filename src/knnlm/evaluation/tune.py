@@ -115,7 +115,9 @@ class Tuning:
     @property
     def end_odds(self) -> EndOdds:
         """Factor of the odds of the end token in translations."""
-        return 1.0 if self.odds is None else self.odds.end_odds
+        if self.odds is None or self.odds.end_odds == (1.0,) * len(self.specs):
+            return 1.0
+        return self.odds.end_odds
 
     @property
     def sweep(self) -> Sweep | None:
