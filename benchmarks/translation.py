@@ -228,7 +228,8 @@ class Run:
         if tuned.odds is None:
             return mixture
         held_out = domain.valid[tuned.documents :]
-        settings, fitted = [spec.settings for spec in tuned.specs], multiply_odds(tuned.weights, 1 / tuned.odds.factor)
+        (own,) = tuned.odds.stores
+        settings, fitted = [spec.settings for spec in tuned.specs], multiply_odds(tuned.weights, 1 / own.factor)
         chosen = OddsSearch(mixture, held_out).choose_end(settings, fitted, tuned.odds)
         mixture.weights, mixture.end_odds = chosen.weights, chosen.end_odds
         print(f"{domain.name}, vanilla-end: {odds_of(chosen)}", flush=True)
@@ -320,10 +321,11 @@ class Run:
 
 def odds_of(odds: ChosenOdds | None) -> str:
     """Describe the choice of the odds by BLEU."""
-    if odds is None:
-        return "as fitted"
-    tried = [(own.max_k, own.factor, own.end_odds, round(own.bleu, 2)) for own in odds.figures]
-    return f"odds × {odds.factor:g}, of the end × {odds.end_odds}, of (k, odds, end, BLEU) {tried}"
+    found = []
+    for store in odds.stores if odds else ():
+        tried = [(own.max_k, own.factor, own.end_odds, round(own.bleu, 2)) for own in store.figures]
+        found.append(f"odds × {store.factor:g}, of the end × {store.end_odds:g}, of (k, odds, end, BLEU) {tried}")
+    return " and ".join(found) or "as fitted"
 
 
 def seconds_of(translate: Translate, sources: Sequence[str]) -> float:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from knnlm.mixture.mixture import Mixture
     from knnlm.mixture.online import OnlineConfig
     from knnlm.mixture.source_domain import SourceDomain
+    from knnlm.mixture.spec import MemorySpec
 
 DEFAULT_MEMORIES = "knn,cache,ngram"
 PAIR_MEMORIES = "knn,ngram"  # a single sentence is too short for a cache
@@ -316,7 +317,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         ("perplexity", f"{figures_shown} on that text; measure on another with knnlm eval"),
         *support_rows(result.support_figures),
         *_source_rows(result.source_domain),
-        *_odds_rows(result.odds),
+        *_odds_rows(result.odds, result.specs),
         ("time", f"{tried:,} settings and the weights in {result.seconds:.1f} s"),
     ]
     if at_edge:
@@ -332,16 +333,20 @@ def _source_rows(domain: SourceDomain | None) -> list[tuple[str, str]]:
     return [("sources", f"{own} of the domain's and {other} of the others are translated with the memories")]
 
 
-def _odds_rows(odds: ChosenOdds | None) -> list[tuple[str, str]]:
-    """Return a row for each pair of factors that was tried."""
+def _odds_rows(odds: ChosenOdds | None, specs: Sequence[MemorySpec]) -> list[tuple[str, str]]:
+    """Return a row for each pair of factors that was tried, of several stores after a row with the memories of each."""
     rows = []
-    for own in odds.figures if odds else ():
-        neighbours = "" if own.max_k is None else f"k ≤ {own.max_k}, "
-        end = f", end × {own.end_text}" if own.end_text else ""
-        name = f"{neighbours}odds × {own.factor:g}{end}" if own.factor else "model alone"
-        other = "" if own.other_bleu is None else f"; other text: BLEU {own.other_bleu:.2f}"
-        chosen = ", chosen" if odds and own is odds.best else ""
-        rows.append((name, f"BLEU {own.bleu:.2f}, chrF {own.chrf:.2f}{other}{chosen}"))
+    for place, store in enumerate(odds.stores if odds else ()):
+        if odds and len(odds.stores) > 1:
+            labels = [spec.label for spec, owner in zip(specs, odds.owners, strict=True) if owner == place]
+            rows.append((", ".join(labels), "pairs like those of this store:"))
+        for own in store.figures:
+            neighbours = "" if own.max_k is None else f"k ≤ {own.max_k}, "
+            end = "" if own.end_odds == 1 else f", end × {own.end_odds:g}"
+            name = f"{neighbours}odds × {own.factor:g}{end}" if own.factor else "model alone"
+            other = "" if own.other_bleu is None else f"; other text: BLEU {own.other_bleu:.2f}"
+            chosen = ", chosen" if own is store.best else ""
+            rows.append((name, f"BLEU {own.bleu:.2f}, chrF {own.chrf:.2f}{other}{chosen}"))
     return rows
 
 

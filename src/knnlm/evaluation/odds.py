@@ -8,31 +8,38 @@ must not lose by it. In the same way, many neighbours give better probabilities,
 translations than few, so that both are tried.
 
 Memories whose texts are shorter than those to translate end translations too early. So the odds of the end token are
-divided by a few factors as well, and both factors are changed in turns while BLEU rises. Memories of several stores
-have a factor each.
+divided by a few factors as well, and both factors are changed in turns while BLEU rises.
+
+Several stores have factors of their own, each chosen on the held-out pairs whose sources are most like those of the
+store: what is best for long verses is not best for short messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError
 from knnlm.evaluation.quality import TextScores, score_translations
 from knnlm.lm.seq2seq import Seq2SeqLM
+from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import NeighbourMemory, VoteParams
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.source_domain import Sources
-from knnlm.mixture.weights import EndOdds, Weights, multiply_odds
+from knnlm.mixture.source_domain import Sources, nearest_sources, sample_sources
+from knnlm.mixture.weights import Odds, Weights, multiply_odds
 from knnlm.progress import Progress, silent
 
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
 END_FACTORS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of the odds of the end token
 _BATCH_SIZE = 128  # sources that are translated together
+_MAX_GPU_BATCH = 512  # of a GPU, whose steps take as long for few sources as for many
+_GPU_LOGITS = 1 << 26  # of a step, at most
 _NEW_TOKENS = 128  # of a translation, at most: a model that knows a domain badly may repeat itself without end
+PATIENCE = 2  # steps of a line without a better BLEU, after which it ends
 MAX_LOSS = 0.35  # BLEU that text of another domain may lose against the model alone
+FEWEST_PAIRS = 20  # that are like the sources of each store; with fewer of any, all stores have the same factors
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,7 @@ class OddsFigures:
     chrf: float
     other_bleu: float | None = None  # of text of another domain; None: there is none
     max_k: int | None = None  # neighbours that vote, at most; None: no memory has neighbours
-    end_odds: EndOdds = 1.0
-
-    @property
-    def end_text(self) -> str:
-        """The factors of the odds of the end token as a text; empty if they are all 1."""
-        factors = self.end_odds if isinstance(self.end_odds, tuple) else (self.end_odds,)
-        return "" if set(factors) == {1.0} else " and ".join(f"{factor:g}" for factor in factors)
+    end_odds: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as JSON types."""
@@ -58,13 +59,12 @@ class OddsFigures:
 
 
 @dataclass(frozen=True)
-class ChosenOdds:
-    """Weights with the best factors, and the figures of all that were tried, the model alone first."""
+class StoreOdds:
+    """The best factors of the memories of one store, and the figures of all that were tried, the model alone first."""
 
-    weights: Weights
     factor: float
     figures: tuple[OddsFigures, ...]
-    end_odds: EndOdds = 1.0
+    end_odds: float = 1.0
 
     @property
     def alone(self) -> OddsFigures:
@@ -82,6 +82,50 @@ class ChosenOdds:
         return {**chosen, "tried": [own.as_dict() for own in self.figures]}
 
 
+@dataclass(frozen=True)
+class ChosenOdds:
+    """Weights with the best factors of each store."""
+
+    weights: Weights
+    stores: tuple[StoreOdds, ...]
+    owners: tuple[int, ...]  # for each memory, the place of its store in `stores`
+
+    @property
+    def factor(self) -> Odds:
+        """The factor of the odds of the memories: one number, or one for each memory."""
+        return _by_memory([own.factor for own in self.stores], self.owners)
+
+    @property
+    def end_odds(self) -> Odds:
+        """The factor of the odds of the end token: one number, or one for each memory."""
+        return _by_memory([own.end_odds for own in self.stores], self.owners)
+
+    @property
+    def bleu(self) -> float:
+        """The mean BLEU of the stores."""
+        return sum(own.best.bleu for own in self.stores) / len(self.stores)
+
+    @property
+    def keeps_other_text(self) -> bool:
+        """Whether text of another domain loses little against the model alone."""
+        return all(_keeps(own.best, own.alone) for own in self.stores)
+
+    def with_figures(self, others: Iterable[Sequence[StoreOdds]]) -> ChosenOdds:
+        """Return this choice with the figures of others beside its own, without those of the model alone."""
+        stores = list(self.stores)
+        for other in others:
+            stores = [
+                replace(own, figures=(*own.figures, *more.figures[1:])) for own, more in zip(stores, other, strict=True)
+            ]
+        return replace(self, stores=tuple(stores))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the choice and the figures as JSON types: those of the only store, or of each."""
+        if len(self.stores) == 1:
+            return self.stores[0].as_dict()
+        return {"owners": list(self.owners), "stores": [own.as_dict() for own in self.stores]}
+
+
 class OddsSearch:
     """Held-out pairs, and the translations of the model alone, which every choice is compared with."""
 
@@ -93,15 +137,14 @@ class OddsSearch:
         other: Sequence[Document] = (),
         progress: Progress = silent,
     ) -> None:
-        """Take pairs of the store's domain, and `other` ones, of another domain."""
+        """Take pairs of the stores' domains, and `other` ones, of another domain."""
         if not pairs:
             raise CorpusError("There are no pairs to translate.")
-        self._mixture, self._pairs, self._other, self._progress = mixture, pairs, other, progress
+        self._mixture, self._other, self._progress = mixture, other, progress
         # Sources outside the domain are translated by the model alone, whatever the weights.
         self._inside = [number for number, outside in enumerate(_outside_domain(mixture, other)) if not outside]
-        self._stores = memories_by_store(mixture)
-        self._end_as_fitted: EndOdds = 1.0 if len(self._stores) < 2 else (1.0,) * len(mixture.memories)
-        self._alone: OddsFigures | None = None
+        self._owners, self._pairs = _pairs_by_store(mixture, pairs)
+        self._alone: list[OddsFigures] = []  # for each store
         self._other_alone: list[str] = []  # translations of the model alone
 
     def choose(self, settings: Sequence[Sequence[VoteParams]], weights: Weights) -> ChosenOdds:
@@ -111,72 +154,101 @@ class OddsSearch:
         settings and weights as they are.
         """
         self._mixture.set_weights(weights, settings)
-        total = len(FACTORS) * (len(self._pairs) + len(self._inside))
-        total += 0 if self._alone else len(self._pairs) + len(self._other)
+        total = len(FACTORS) * sum(len(own) + len(self._inside) for own in self._pairs)
+        total += 0 if self._alone else sum(map(len, self._pairs)) + len(self._other)
+        found = [StoreOdds(1.0, ())] * len(self._pairs)
         with self._progress("translating", total=total, unit="sentences") as advance:
-            figures = [self._figures_alone(advance)]
-            for factor in FACTORS:
-                figures.append(self._translate(weights, factor, self._end_as_fitted, advance))
-                if is_past_best(figures):
-                    break
-        best = best_factor(figures)
-        return ChosenOdds(multiply_odds(weights, best), best, tuple(figures), self._end_as_fitted)
+            alone = self._figures_alone(advance)
+            for place in range(len(found)):
+                figures = [alone[place]]
+                for factor in FACTORS:
+                    found[place] = StoreOdds(factor, ())
+                    figures.append(self._translate(weights, found, place, advance))
+                    if is_past_best(figures):
+                        break
+                found[place] = StoreOdds(best_factor(figures), tuple(figures))
+        return self._chosen(weights, found)
 
     def choose_end(self, settings: Sequence[Sequence[VoteParams]], weights: Weights, chosen: ChosenOdds) -> ChosenOdds:
-        """Change the factor of the odds of the memories, or one of the end token, to an adjacent one while BLEU rises.
+        """Change the factor of the odds of the memories, or of the end token, while BLEU rises, of each store in turn.
 
         Begins at what `choose` returned for the same settings and weights.
         """
         self._mixture.set_weights(weights, settings)
-        best = chosen.best
-        tried = {(own.factor, own.end_odds): own for own in chosen.figures if own.max_k in (None, best.max_k)}
+        found = list(chosen.stores)
         with self._progress("translating with other odds of the end", unit="sentences") as advance:
-            alone = self._figures_alone(advance)
+            for place in range(len(found)):
+                found[place] = self._climb(weights, found, place, advance)
+        return self._chosen(weights, found)
 
-            def rank(own: OddsFigures) -> tuple[bool, float]:
-                return _keeps(own, alone), own.bleu
+    def _climb(
+        self, weights: Weights, found: Sequence[StoreOdds], place: int, advance: Callable[[int], None]
+    ) -> StoreOdds:
+        """Return the factors of one store from which no change of one of them raises BLEU."""
+        alone, best, odds = self._figures_alone(advance)[place], found[place].best, list(found)
+        tried = {(own.factor, own.end_odds): own for own in found[place].figures if own.max_k in (None, best.max_k)}
 
-            while True:
-                adjacent = adjacent_factors(best.factor, best.end_odds, self._stores)
-                for factors in adjacent:
-                    if factors not in tried:
-                        tried[factors] = self._translate(weights, *factors, advance)
-                after = max((tried[factors] for factors in adjacent), key=rank)
-                if rank(after) <= rank(best):
-                    break
-                best = after
-        changed = multiply_odds(weights, best.factor)
-        return ChosenOdds(changed, best.factor, tuple(tried.values()), best.end_odds)
+        def rank(own: OddsFigures) -> tuple[bool, float]:
+            return _keeps(own, alone), own.bleu
 
-    def _figures_alone(self, advance: Callable[[int], None]) -> OddsFigures:
-        """Return the figures of the model alone, which is translated with once."""
-        if self._alone is None:
+        def translate(factor: float, end: float) -> OddsFigures:
+            if (factor, end) not in tried:
+                odds[place] = StoreOdds(factor, (), end)
+                tried[factor, end] = self._translate(weights, odds, place, advance)
+            return tried[factor, end]
+
+        while True:
+            every = lines(best.factor, best.end_odds)
+            after = max((walk(best, (translate(*own) for own in line), rank) for line in every), key=rank)
+            if rank(after) <= rank(best):
+                return StoreOdds(best.factor, tuple(tried.values()), best.end_odds)
+            best = after
+
+    def _chosen(self, weights: Weights, found: Sequence[StoreOdds]) -> ChosenOdds:
+        return ChosenOdds(self._multiplied(weights, found), tuple(found), self._owners)
+
+    def _multiplied(self, weights: Weights, odds: Sequence[StoreOdds]) -> Weights:
+        """Return weights with the factors of each store."""
+        if len(odds) == 1:
+            return multiply_odds(weights, odds[0].factor)
+        slices = zip(self._owners, self._mixture.component_slices, strict=True)
+        return multiply_odds(weights, [odds[owner].factor for owner, own in slices for _ in range(own.start, own.stop)])
+
+    def _figures_alone(self, advance: Callable[[int], None]) -> list[OddsFigures]:
+        """Return the figures of the model alone for each store; it translates once."""
+        if not self._alone:
             self._alone = self._translate_alone(advance)
         return self._alone
 
-    def _translate_alone(self, advance: Callable[[int], None]) -> OddsFigures:
-        own = _score(_translate(self._mixture, self._pairs, use_memory=False), self._pairs)
+    def _translate_alone(self, advance: Callable[[int], None]) -> list[OddsFigures]:
+        scores = [_score(_translate(self._mixture, own, use_memory=False), own) for own in self._pairs]
         self._other_alone = _translate(self._mixture, self._other, use_memory=False)
-        advance(len(self._pairs) + len(self._other))
-        return OddsFigures(0.0, own.bleu, own.chrf, self._other_bleu(self._other_alone))
+        advance(sum(map(len, self._pairs)) + len(self._other))
+        other = self._other_bleu(self._other_alone)
+        return [OddsFigures(0.0, own.bleu, own.chrf, other) for own in scores]
 
     def _translate(
-        self, weights: Weights, factor: float, end_odds: EndOdds, advance: Callable[[int], None]
+        self, weights: Weights, odds: Sequence[StoreOdds], place: int, advance: Callable[[int], None]
     ) -> OddsFigures:
-        """Return the figures of weights with these factors; the mixture has them without factors afterwards."""
-        mixture = self._mixture
-        mixture.weights, mixture.end_odds = multiply_odds(weights, factor), end_odds
+        """Return the figures of the pairs of one store with the factors of all.
+
+        The mixture has the weights without factors afterwards.
+        """
+        mixture, pairs = self._mixture, self._pairs[place]
+        mixture.weights = self._multiplied(weights, odds)
+        mixture.end_odds = _by_memory([own.end_odds for own in odds], self._owners)
         try:
-            own = _score(_translate(mixture, self._pairs), self._pairs)
+            own = _score(_translate(mixture, pairs), pairs)
             inside = _translate(mixture, [self._other[number] for number in self._inside])
         finally:
             mixture.weights, mixture.end_odds = weights, 1.0
         texts = list(self._other_alone)
         for number, text in zip(self._inside, inside, strict=True):
             texts[number] = text
-        advance(len(self._pairs) + len(self._inside))
+        advance(len(pairs) + len(self._inside))
         voting = [memory.max_k for memory in mixture.memories if isinstance(memory, NeighbourMemory)]
-        return OddsFigures(factor, own.bleu, own.chrf, self._other_bleu(texts), max(voting, default=None), end_odds)
+        factor, end, max_k = odds[place].factor, odds[place].end_odds, max(voting, default=None)
+        return OddsFigures(factor, own.bleu, own.chrf, self._other_bleu(texts), max_k, end)
 
     def _other_bleu(self, texts: Sequence[str]) -> float | None:
         return _score(texts, self._other).bleu if self._other else None
@@ -196,27 +268,53 @@ def memories_by_store(mixture: Mixture) -> list[list[int]]:
     return [numbers for numbers in (own, *([number] for number in others)) if numbers]
 
 
-def adjacent_factors(
-    factor: float, end_odds: EndOdds, stores: Sequence[Sequence[int]] = ()
-) -> list[tuple[float, EndOdds]]:
-    """Return the pairs of factors that differ from a pair by one step, first those with other odds of the end.
+def _pairs_by_store(mixture: Mixture, pairs: Sequence[Document]) -> tuple[tuple[int, ...], list[Sequence[Document]]]:
+    """Return the place of each memory's store, and the pairs whose sources are most like those of each store.
 
-    If the memories have a factor of the end each, those of one of the `stores` are changed together.
+    Where a store has too few such pairs, all memories are those of one store with all pairs.
     """
-    factors, ends = _adjacent(FACTORS, factor), list[EndOdds]()
-    if isinstance(end_odds, tuple):
-        for numbers in stores:
-            for other in _adjacent(END_FACTORS, end_odds[numbers[0]]):
-                ends.append(tuple(other if place in numbers else own for place, own in enumerate(end_odds)))
-    else:
-        ends += _adjacent(END_FACTORS, end_odds)
-    return [*((factor, other) for other in ends), *((other, end_odds) for other in factors)]
+    together = (0,) * len(mixture.memories), [pairs]
+    if len(numbers := memories_by_store(mixture)) < 2 or not isinstance(mixture.lm, Seq2SeqLM):
+        return together
+    memories = [mixture.memories[own[0]] for own in numbers]
+    stores = [memory.store if isinstance(memory, KnnMemory) else mixture.store for memory in memories]
+    texts = [sample_sources(store) if store is not None else [] for store in stores]
+    nearest = nearest_sources(mixture.lm, [pair.source_text or "" for pair in pairs], texts)
+    by_store = [[pair for pair, own in zip(pairs, nearest, strict=True) if own == place] for place in range(len(texts))]
+    if min(map(len, by_store)) < FEWEST_PAIRS:
+        return together
+    owners = {number: place for place, own in enumerate(numbers) for number in own}
+    return tuple(owners[number] for number in range(len(mixture.memories))), [*by_store]
 
 
-def _adjacent(values: Sequence[float], value: float) -> list[float]:
-    """Return the value after one of several, and the one before it."""
+def lines(factor: float, end_odds: float) -> list[list[tuple[float, float]]]:
+    """Return the pairs of factors that differ from a pair in one, in four lines away from it."""
+    ends = [[(factor, other) for other in line] for line in _away(END_FACTORS, end_odds)]
+    return [*ends, *([(other, end_odds) for other in line] for line in _away(FACTORS, factor))]
+
+
+def _away(values: Sequence[float], value: float) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the values after one of several, and those before it, the nearest first."""
     place = values.index(value)
-    return [*values[place + 1 : place + 2], *values[max(0, place - 1) : place]]
+    return values[place + 1 :], values[:place][::-1]
+
+
+def walk(best: OddsFigures, line: Iterable[OddsFigures], rank: Callable[[OddsFigures], Any]) -> OddsFigures:
+    """Return the best of some figures and those of a line, which ends after two that are not better than the best.
+
+    BLEU of a few hundred short texts is so noisy that one worse step does not mean that the next one is worse.
+    """
+    misses = 0
+    for own in line:
+        best, misses = (own, 0) if rank(own) > rank(best) else (best, misses + 1)
+        if misses == PATIENCE:
+            break
+    return best
+
+
+def _by_memory(values: Sequence[float], owners: Sequence[int]) -> Odds:
+    """Return the value of the only store, or the value of each memory's store."""
+    return values[0] if len(values) == 1 else tuple(values[owner] for owner in owners)
 
 
 def _bleu(own: OddsFigures) -> float:
@@ -225,9 +323,7 @@ def _bleu(own: OddsFigures) -> float:
 
 def best_choice(chosen: Sequence[ChosenOdds]) -> int:
     """Return the number of the choice with the best BLEU, among those that keep other text if any does."""
-    return max(
-        range(len(chosen)), key=lambda place: (_keeps(chosen[place].best, chosen[place].alone), chosen[place].best.bleu)
-    )
+    return max(range(len(chosen)), key=lambda place: (chosen[place].keeps_other_text, chosen[place].bleu))
 
 
 def _keeps(own: OddsFigures, alone: OddsFigures) -> bool:
@@ -256,7 +352,10 @@ def _translate(mixture: Mixture, pairs: Sequence[Document], *, use_memory: bool 
     if not pairs:
         return []
     sources = [pair.source_text or "" for pair in pairs]
-    sizes = {"batch_size": _BATCH_SIZE, "max_new_tokens": _NEW_TOKENS}
+    batch = _BATCH_SIZE
+    if mixture.lm.device.type != "cpu":
+        batch = max(batch, min(_MAX_GPU_BATCH, _GPU_LOGITS // mixture.lm.vocab_size))
+    sizes = {"batch_size": batch, "max_new_tokens": _NEW_TOKENS}
     return mixture.translate(sources, use_memory=use_memory, num_beams=1, **sizes)
 
 

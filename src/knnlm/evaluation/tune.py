@@ -63,16 +63,16 @@ from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import ExpertScores, OnlineConfig, choose_config, expert_log_probs
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
-from knnlm.mixture.source_domain import SourceDomain, Sources
+from knnlm.mixture.source_domain import MAX_SOURCES, SourceDomain, Sources, sample_sources
 from knnlm.mixture.spec import MemorySpec, parse_memories
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
     KINDS,
     Buckets,
     BucketWeights,
-    EndOdds,
     FixedWeights,
     GatedWeights,
+    Odds,
     Weights,
     component_slices_of,
     nearest,
@@ -82,7 +82,6 @@ from knnlm.progress import Progress, silent
 MAX_SAMPLES = 60_000  # tokens that the model writes for the training of a gate
 FEW_KS = (1, 4, 8, 16)  # tried beside the usual ones where translations decide
 OTHER_PAIRS = 4  # of another domain, for each pair that is held out to be translated
-MAX_SOURCES = 4000  # of each kind, that the domain of sources is fitted to
 
 _Columns = TypeVar("_Columns", MemoryFeatures, Positions)
 SettingsByMemory = Sequence[Sequence[VoteParams]]  # for each memory; empty where it has no neighbours
@@ -113,11 +112,10 @@ class Tuning:
         return sum(self.weights.values[1:]) if isinstance(self.weights, FixedWeights) else None
 
     @property
-    def end_odds(self) -> EndOdds:
+    def end_odds(self) -> Odds:
         """Factor of the odds of the end token in translations."""
-        if self.odds is None or self.odds.end_odds == (1.0,) * len(self.specs):
-            return 1.0
-        return self.odds.end_odds
+        found: Odds = 1.0 if self.odds is None else self.odds.end_odds
+        return 1.0 if found == (1.0,) * len(self.specs) else found
 
     @property
     def sweep(self) -> Sweep | None:
@@ -178,7 +176,7 @@ def tune(
         options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}
         # Of a translation, no token is given, so that evidence would be missing where it is generated.
         options["evidence"] = not mixture.lm.has_encoder
-        source_domain = _fit_source_domain(mixture.lm, store, documents, other) if other else None
+        source_domain = _fit_source_domain(mixture, documents, other) if other else None
         mixture.source_domain = source_domain
         if quality:
             options["search"] = OddsSearch(mixture, some, other=others, progress=progress)
@@ -209,16 +207,15 @@ def _writes_samples(lm: CausalLM, other: Iterable[Document]) -> bool:
 
 
 def _fit_source_domain(
-    lm: CausalLM, store: Datastore, documents: Iterable[Document], other: Iterable[Document]
+    mixture: Mixture, documents: Iterable[Document], other: Iterable[Document]
 ) -> SourceDomain | None:
-    """Fit the domain of the sources of a store against sources of another domain; None for a model without sources."""
+    """Fit the domain of the sources of all stores against sources of another; None for a model without sources."""
+    lm = mixture.lm
     if not isinstance(lm, Seq2SeqLM) or lm.reads_audio:
         return None
     given = [document.source_text or "" for document in documents][:MAX_SOURCES]
-    stored = [text for *_, text in store.catalog.source_texts()]
-    step = max(1, len(stored) // MAX_SOURCES)
     elsewhere = [document.source_text or "" for document in other][:MAX_SOURCES]
-    own = [*given, *stored[::step]]
+    own = [*given, *(text for store in mixture.stores for text in sample_sources(store))]
     return SourceDomain.fit(Sources.read(lm, own), Sources.read(lm, elsewhere))
 
 
@@ -336,11 +333,11 @@ def _choose_by_quality(found: Sequence[_FittedSettings], search: OddsSearch) -> 
     """
     chosen = [search.choose(own.settings, own.fitted.weights) for own in found]
     place = best_choice(chosen)
-    others = [figures for number, own in enumerate(chosen) if number != place for figures in own.figures[1:]]
     best, odds = found[place], chosen[place]
     if best.fitted.weights.kind != "fixed":
         odds = search.choose_end(best.settings, best.fitted.weights, odds)
-    return best, replace(odds, figures=(*odds.figures, *others))
+    others = [own.stores for number, own in enumerate(chosen) if number != place]
+    return best, odds.with_figures(others)
 
 
 def _best_lambda(swept: Sweep) -> FittedWeights:

@@ -40,7 +40,7 @@ from knnlm.mixture.saved import (
 from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureRequest, parse_memories, resolve
 from knnlm.mixture.support import SupportModel
-from knnlm.mixture.weights import EndOdds, Weights, equal_weights, first_components
+from knnlm.mixture.weights import Odds, Weights, equal_weights, first_components
 
 _DECODER_LAMBDA = 0.5  # of a decoder until it is tuned
 
@@ -58,7 +58,7 @@ class LoadedMixture:
     online: OnlineConfig | None = None
     support: SupportModel | None = None
     source_domain: SourceDomain | None = None
-    end_odds: EndOdds = 1.0
+    end_odds: Odds = 1.0
 
 
 def load_mixture(

@@ -42,10 +42,10 @@ from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureOptions, MixtureRequest, SavedMixture
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
-    EndOdds,
     FixedWeights,
     GatedWeights,
     MixturePrediction,
+    Odds,
     Weights,
     abstain_mask,
     component_log_probs,
@@ -135,7 +135,7 @@ class Mixture:
         damping: bool = True,
         support: SupportModel | None = None,
         source_domain: SourceDomain | None = None,
-        end_odds: EndOdds = 1.0,
+        end_odds: Odds = 1.0,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         store: Datastore | None = None,
@@ -158,7 +158,7 @@ class Mixture:
         self.damping = damping  # in generation with online weights, of memories that repeat what was generated
         self.support = support  # of tokens; None: not tuned, or with other weights than the tuned ones
         self.source_domain = source_domain  # of pairs; None: sources of all domains are translated with the memories
-        self.end_odds: EndOdds = end_odds  # of the end token, in translations with the memories
+        self.end_odds: Odds = end_odds  # of the end token, in translations with the memories
         for each in self.memories:
             if isinstance(each, KnnMemory):
                 check_model(each.store, self.readers.models[each.source.reader], place=each.source)
@@ -278,8 +278,13 @@ class Mixture:
     @property
     def stale(self) -> bool:
         """Whether documents were added to or removed from one of its stores since it was opened; see `reopen`."""
-        stores = {memory.store for memory in self.memories if isinstance(memory, KnnMemory)}
-        return any(store.stale for store in stores | ({self.store} if self.store is not None else set()))
+        return any(store.stale for store in self.stores)
+
+    @property
+    def stores(self) -> list[Datastore]:
+        """The main store, if there is one, and those of other memories."""
+        own = [memory.store for memory in self.memories if isinstance(memory, KnnMemory)]
+        return list(dict.fromkeys([*([] if self.store is None else [self.store]), *own]))
 
     @property
     def lmbda(self) -> float | None:

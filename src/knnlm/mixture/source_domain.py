@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.base import SourceTokens
 from knnlm.mixture.gate import stored_tensor
 
 FEWEST = 50  # sources of either kind
+MAX_SOURCES = 4000  # of each kind, that are read
 FOLDS = 5
 _RIDGE = 0.01  # per squared weight of a standardised dimension, beside a mean loss
 _COMBINING_RIDGE = 1e-6
@@ -112,6 +114,22 @@ class SourceDomain:
         return cls(stored_tensor(tensors, "mean", (len(mean),)), weight, bias, by_token, dict(metadata))
 
 
+def sample_sources(store: Datastore) -> list[str]:
+    """Return sources of a store, evenly distributed."""
+    texts = [text for *_, text in store.catalog.source_texts()]
+    return texts[:: max(1, len(texts) // MAX_SOURCES)]
+
+
+def nearest_sources(lm: Seq2SeqLM, texts: Sequence[str], domains: Sequence[Sequence[str]]) -> list[int]:
+    """Return for each text the number of the domain that its tokens are most likely in, by naive Bayes."""
+    rows = [lm.encode_sources(own) if own else [] for own in (texts, *domains)]
+    size = 1 + max((max(row) for own in rows for row in own if row), default=0)
+    counts = torch.stack([_count_tokens(own, size) for own in rows[1:]])  # (domains, V)
+    logs = _smoothed_logs(counts)
+    scores = torch.stack([_sum_weights(own, [tuple(row) for row in rows[0]]) for own in logs], 1)
+    return scores.argmax(1).tolist()
+
+
 @dataclass(frozen=True)
 class _Parts:
     """The two classifiers, in float64."""
@@ -153,15 +171,23 @@ def _out_of_fold(
 def _log_ratios(tokens: Sequence[SourceTokens], labels: Tensor, mask: Tensor) -> Tensor:
     """Return (V,) log p(token | own) / p(token | other) over the sources that the (N,) mask marks, smoothed."""
     size = 1 + max((max(row) for row in tokens if row), default=0)
-    counts = torch.zeros(2, size, dtype=torch.float64)
-    for label, row, marked in zip(labels.tolist(), tokens, mask.tolist(), strict=True):
-        if marked and row:
-            ids = torch.tensor(row)
-            counts[int(label)].scatter_add_(0, ids, torch.ones(len(ids), dtype=torch.float64))
+    marked = [(label, row) for label, row, own in zip(labels.tolist(), tokens, mask.tolist(), strict=True) if own]
+    counts = torch.stack([_count_tokens([row for own, row in marked if own == label], size) for label in (0, 1)])
+    logs = _smoothed_logs(counts)
+    return logs[1] - logs[0]
+
+
+def _count_tokens(rows: Sequence[Sequence[int]], size: int) -> Tensor:
+    """Return the (V,) counts of tokens in some sources."""
+    ids = torch.tensor([token for row in rows for token in row], dtype=torch.long)
+    return torch.bincount(ids, minlength=size).double()
+
+
+def _smoothed_logs(counts: Tensor) -> Tensor:
+    """Return log p(token | kind) from (kinds, V) counts; each kind is smoothed with the tokens of all."""
     shared = counts.sum(0) + 0.1
     smoothed = counts + _PRIOR_TOKENS * shared / shared.sum()
-    logs = (smoothed / smoothed.sum(1, keepdim=True)).log()
-    return logs[1] - logs[0]
+    return (smoothed / smoothed.sum(1, keepdim=True)).log()
 
 
 def _sum_weights(weights: Tensor, tokens: Sequence[SourceTokens]) -> Tensor:

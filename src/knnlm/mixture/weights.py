@@ -31,7 +31,7 @@ from knnlm.mixture.evidence import EVIDENCE
 from knnlm.mixture.gate import Gate, SearchSkipper, features, memory_features, place
 
 KINDS = ("fixed", "fitted", "buckets", "gated")
-EndOdds = float | tuple[float, ...]  # factor of the odds of the end token, or one for each memory
+Odds = float | tuple[float, ...]  # factor of odds, or one for each memory
 
 _SUM_TOLERANCE = 1e-3  # of the sum of stored weights
 
@@ -444,20 +444,24 @@ def nearest(distances: Tensor) -> Tensor:
     return distances[:, 0] if distances.shape[1] else distances.new_full((len(distances),), torch.inf)
 
 
-def multiply_odds(weights: Weights, factor: float) -> Weights:
-    """Return weights whose odds of memories against the language model are multiplied; of a gate, each network's."""
-    _check_factor(factor)
-    if factor == 1:
+def multiply_odds(weights: Weights, factor: float | Sequence[float]) -> Weights:
+    """Return weights whose odds of memories against the language model are multiplied; of a gate, each network's.
+
+    The factor is one number, or one for each component of the memories.
+    """
+    factors = [factor] if isinstance(factor, float | int) else list(factor)
+    if all(_check_factor(own) == 1 for own in factors):
         return weights
+    by_component = torch.tensor(factors, dtype=torch.float64)
     if isinstance(weights, FixedWeights):
-        values = _multiplied(torch.tensor(weights.values, dtype=torch.float64), factor)
+        values = _multiplied(torch.tensor(weights.values, dtype=torch.float64), by_component)
         return replace(weights, values=tuple(values.tolist()))
     if isinstance(weights, BucketWeights):
-        table = _multiplied(weights.buckets.table, factor)
+        table = _multiplied(weights.buckets.table, by_component)
         return replace(weights, buckets=replace(weights.buckets, table=table))
     if isinstance(weights, GatedWeights):
-        cheap = None if weights.cheap is None else _multiply_gate(weights.cheap, factor)
-        return replace(weights, gate=_multiply_gate(weights.gate, factor), cheap=cheap)
+        cheap = None if weights.cheap is None else _multiply_gate(weights.cheap, by_component)
+        return replace(weights, gate=_multiply_gate(weights.gate, by_component), cheap=cheap)
     raise ParameterError(f"The odds of {weights.kind} weights cannot be multiplied.")
 
 
@@ -494,11 +498,11 @@ def _check_factor(factor: float) -> float:
     return factor
 
 
-def _multiply_gate(gate: Gate, factor: float) -> Gate:
+def _multiply_gate(gate: Gate, factor: Tensor) -> Gate:
     return replace(gate, starts=_multiplied(gate.starts, factor), fitted=_multiplied(gate.fitted, factor))
 
 
-def _multiplied(weights: Tensor, factor: float) -> Tensor:
-    """Multiply all but the first of (..., M) weights, so that they sum to 1 again."""
-    scaled = torch.cat([weights[..., :1], factor * weights[..., 1:]], -1)
+def _multiplied(weights: Tensor, factor: Tensor) -> Tensor:
+    """Multiply all but the first of (..., M) weights by (1,) or (M - 1,) factors, so that they sum to 1 again."""
+    scaled = torch.cat([weights[..., :1], factor.to(weights) * weights[..., 1:]], -1)
     return scaled / scaled.sum(-1, keepdim=True)

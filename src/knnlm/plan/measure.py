@@ -123,21 +123,24 @@ def measure(
     searching = (_codecs, _blocks, _exact, _codes) if find_spec("faiss") is not None else (_use_defaults,)
     steps = (_forward, _store, *searching)
     with progress("measuring", total=len(steps) + 2, unit="parts") as advance:
+        models, gpu = dict[str, dict[str, float]](), cast(GpuConstants | None, None)
+        if lm.device.type == "cuda":  # first, since it includes the first pass of the process
+            from knnlm.plan.measure_gpu import measure_gpu
+
+            models[lm.name], gpu = measure_gpu(lm, folder)
+        advance(1)
         for step in steps:
             step(work)
             advance(1)
         disk = DiskConstants(*measure_disk(folder, effort.disk_bytes))
         work.found["fault"] = page_fault_seconds(folder, effort.disk_bytes, clock=clock)
         advance(1)
-        models, gpu = {lm.name: {"cpu": work.found.pop("forward")}}, cast(GpuConstants | None, None)
-        if lm.device.type == "cuda":
-            from knnlm.plan.measure_gpu import measure_gpu
-
-            figures, gpu = measure_gpu(lm, folder)
-            models = {lm.name: figures}
+        forward = work.found.pop("forward")
+        if gpu is None:
+            models[lm.name] = {"cpu": forward}
+        else:
             # The forward pass was that of the GPU. On a CPU it is as fast as a product of matrices.
             work.found["flop"] = work.found["product"] / 2
-        advance(1)
     about = {**machine(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
     about["gpu"] = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else None
     about["processor"] = processor_name() or about["processor"]

@@ -51,15 +51,16 @@ def measure_gpu(lm: CausalLM, folder: Path, *, effort: GpuEffort = FULL_GPU) -> 
         for copy in range(effort.text_copies)
         for number, one in enumerate(text)
     ]
+    # Before any other pass: the first one of a process loads the kernels, which takes seconds.
+    begin = time.perf_counter()
+    build(documents[:1], folder / "start", lm=lm, compile=False).close()
+    start = time.perf_counter() - begin
+    shutil.rmtree(folder / "start")
     begin = time.perf_counter()
     tokenised = [tokens for _, tokens in tokenise_ahead(documents, lm)]
     total = sum(map(len, tokenised))
     tokenise = (time.perf_counter() - begin) / total
     forward = _forward(lm, np.concatenate([np.asarray(tokens) for tokens in tokenised]), effort)
-    begin = time.perf_counter()
-    build(documents[:1], folder / "start", lm=lm, compile=False).close()
-    start = time.perf_counter() - begin
-    shutil.rmtree(folder / "start")
     flops = shape_of(lm.model, lm.name).flops(lm.window().context)
     models = {"cuda": forward.plain, "cuda-compiled": forward.fast}
     call, query, half_read, half = _search(lm.width, lm.device, "float16", effort)
