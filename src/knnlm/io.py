@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_RESIDENT_BYTES = 384 << 20  # of mapped files, beyond those resident at first; shared by all stores of a process
+
+_FEW_QUERIES = 64  # of a search, at most, as in generation: page faults would take a large part of its time
+_MEMORY_SHARE = 8  # an eighth of the machine's memory may then be mapped
 
 _CHUNK_BYTES = 1 << 24
 _STATM = Path("/proc/self/statm")  # Linux; elsewhere pages are left to the system
@@ -43,7 +47,22 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def release_pages(array: NDArray[Any]) -> None:
+def resident_limit(queries: float) -> int:
+    """Return how many bytes of mapped files may stay resident beside searches for so many queries at once."""
+    if queries > _FEW_QUERIES:
+        return MAX_RESIDENT_BYTES
+    return max(MAX_RESIDENT_BYTES, _machine_memory() // _MEMORY_SHARE)
+
+
+@cache
+def _machine_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def release_pages(array: NDArray[Any], *, limit: int | None = None) -> None:
     """Release the pages of a mapped array that was just read, if too many pages of mapped files are resident.
 
     A search touches keys all over a store, so that in time all of it would count as memory of this process. Releasing
@@ -55,7 +74,8 @@ def release_pages(array: NDArray[Any]) -> None:
         return
     resident = resident_bytes()
     _least_resident = resident if _least_resident is None else min(_least_resident, resident)
-    if resident - _least_resident > MAX_RESIDENT_BYTES and (mapping := _mapping(array)) is not None:
+    most = MAX_RESIDENT_BYTES if limit is None else limit
+    if resident - _least_resident > most and (mapping := _mapping(array)) is not None:
         mapping.madvise(mmap.MADV_DONTNEED)
 
 

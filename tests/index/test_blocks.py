@@ -127,6 +127,11 @@ def test_query_searches_the_default_number_of_blocks_and_each_block_is_read_once
     many = index.search(queries, 100, effort=3)
     assert sum(asked) == 300 * 15
     assert (many.distances <= few.distances + 1e-3).all()
+    # Half as many for 16 neighbours and fewer.
+    for k in (16, 1):
+        asked.clear()
+        index.search(queries, k)
+        assert sum(asked) == 300 * 3
     # Few blocks cannot hold many neighbours: then there are more of them.
     asked.clear()
     assert (index.search(queries[:10], 1000).ids >= 0).sum(1).min() > 600
@@ -140,6 +145,8 @@ def test_some_blocks_find_most_of_the_nearest():
     right = np.argsort(((queries[:, None] - keys) ** 2).sum(2), axis=1)[:, :100]
     recall = np.mean([len(set(one) & set(other)) / 100 for one, other in zip(found, right, strict=True)])
     assert recall > 0.9
+    few = index.search(torch.from_numpy(queries), 16).ids.numpy()
+    assert np.mean([len(set(one) & set(other)) / 16 for one, other in zip(few, right[:, :16], strict=True)]) > 0.9
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 2000])
@@ -719,15 +726,15 @@ def test_blocks_are_chosen_over_all_shards(metric, monkeypatch):
         return np.mean([len({*a} & {*b}) / 50 for a, b in zip(found.ids.tolist(), nearest.tolist(), strict=True)])
 
     assert recall(together) > 0.9 * recall(one.search(asked, 50))
-    assert joined.probes(50) == 57
-    # Each shard searches only its own of the 57 blocks.
+    assert (joined.probes(1024), joined.probes(64), joined.probes(36)) == (57, 57, 43)
+    # Each shard searches only its own of these blocks.
     searched = []
     original = BlockIndex.search_blocks
     monkeypatch.setattr(
         BlockIndex, "search_blocks", lambda *args: searched.append((args[3] >= 0).sum(1)) or original(*args)
     )
     sharded.search(asked, 50)
-    assert torch.stack(searched).sum(0).tolist() == [57] * 100
+    assert torch.stack(searched).sum(0).tolist() == [joined.probes(50)] * 100
 
 
 def test_chosen_blocks_of_any_number_equal_brute_force():

@@ -14,7 +14,7 @@ from knnlm.datastore.codecs import Storage
 from knnlm.datastore.encoder import CODEC_SAMPLE_KEYS
 from knnlm.index.base import KMEANS_ROUNDS
 from knnlm.index.rerank import MEASURED
-from knnlm.io import MAX_RESIDENT_BYTES
+from knnlm.io import MAX_RESIDENT_BYTES, resident_limit
 from knnlm.plan.constants import Constants, CpuConstants, GpuConstants
 from knnlm.plan.sizes import (
     SEGMENT_ENTRIES,
@@ -189,7 +189,7 @@ def search_on_cpu(index: IndexShape, constants: Constants, *, queries: float, ca
     each = queries / steps
     touched = index.touched_blocks(each) * index.block * width  # bytes, one for each number
     file = index.keys * width
-    unmapped = max(0.0, 1 - MAX_RESIDENT_BYTES / file) if file else 0.0
+    unmapped = max(0.0, 1 - resident_limit(each) / file) if file else 0.0
     parts = {
         "calls": cpu.search + each * index.width * width * cpu.product,
         "comparing centroids": index.blocks * width * (cpu.centroid_read + each * cpu.centroid),

@@ -22,9 +22,11 @@ from torch import Tensor
 from knnlm.index.base import Neighbours, check_search, shard_probes
 from knnlm.index.blocks.file import Blocks, CheckBytes, read_blocks
 from knnlm.index.blocks.kernels import Centroids, QuantisedRows, int8_matmul, parallel_for, quantise, smallest_k
-from knnlm.io import release_pages
+from knnlm.io import release_pages, resident_limit
 
-PROBES = 40  # blocks that a query searches in one store
+PROBES = 40  # blocks that a query searches in one store for many neighbours
+
+_MANY, _FEW = 64, 16  # neighbours: for fewer than `_MANY`, a query searches fewer blocks, for `_FEW` half as many
 
 _QUERY_BATCH = 8192  # queries: every block is read once for all of them
 _MAX_PRODUCT_BYTES = 3 << 27
@@ -148,8 +150,12 @@ class BlockIndex:
         return Neighbours(torch.from_numpy(ids).to(queries.device), torch.from_numpy(distances).to(queries.device))
 
     def probes(self, k: int, *, effort: float = 1.0) -> int:
-        """Return how many blocks a query searches for its k nearest keys."""
-        return max(shard_probes(PROBES * effort, len(self._files)), -(-k // self._blocks.size) + 1)
+        """Return how many blocks a query searches for its k nearest keys.
+
+        Half of the blocks contain as large a share of the votes of 16 neighbours as all of them of 1,024.
+        """
+        share = math.sqrt(min(max(k, _FEW), _MANY) / _MANY)
+        return max(shard_probes(PROBES * share * effort, len(self._files)), -(-k // self._blocks.size) + 1)
 
     def nearest_blocks(self, queries: Tensor, count: int) -> Neighbours:
         """Return the nearest blocks of each of (N, D) queries, unsorted, and the distances of their centroids.
@@ -298,7 +304,7 @@ class BlockIndex:
         self, file: BlockFile, queries: Tensor, searched: Ints, counts: Ints, rows: Tensor, products: NDArray[np.int32]
     ) -> None:
         """Multiply the queries of some rows, block after block, with the blocks of one file."""
-        done = 0
+        done, limit = 0, resident_limit(len(queries))
         for first in range(0, len(searched), _BLOCK_BATCH):
             batch = searched[first : first + _BLOCK_BATCH]
             sizes = counts[batch].tolist()
@@ -307,7 +313,7 @@ class BlockIndex:
             out = torch.from_numpy(products[done:end]).split(sizes)
             for block, own, into in zip(batch.tolist(), block_queries, out, strict=True):
                 int8_matmul(own, self._block_keys[block], out=into)
-            release_pages(file.blocks.mapped_keys)
+            release_pages(file.blocks.mapped_keys, limit=limit)
             done = end
 
     def _nearest(self, values: Floats, chosen: Ints, k: int) -> tuple[Ints, Floats]:
