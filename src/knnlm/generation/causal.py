@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
@@ -81,12 +82,29 @@ _STATEFUL_ARGUMENTS = (
 )
 
 
-@dataclass(frozen=True)
+class _EndedTexts(StoppingCriteriaList):
+    """The stopping criteria of `generate`, and which texts of the batch have met one."""
+
+    mask: Tensor | None = None  # (B,)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        ended: Tensor = super().__call__(input_ids, scores, **kwargs)
+        self.mask = ended if self.mask is None else self.mask | ended
+        return ended
+
+
+@dataclass
 class _Prompts:
     """The prompts that `generate` continues."""
 
     length: int  # of all, padding included
     readable: Tensor | None = None  # (B, length) False where a token is hidden
+    criteria: _EndedTexts | None = None  # None: with beams, of which texts end beside those that are continued
+
+    def ended(self, positions: int) -> Tensor | None:
+        """Mark the (B,) texts that have ended, if this many positions are one of each text; None: unknown."""
+        mask = None if self.criteria is None else self.criteria.mask
+        return mask if mask is not None and len(mask) == positions else None
 
     def origins(self, tokens: Tensor, before: int) -> Tensor:
         """Return the (rows, T) origins of new tokens after `before` others; every prompt may have several rows."""
@@ -321,6 +339,13 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         finally:
             _prompts.reset(token)
 
+    def _get_stopping_criteria(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)
+        if (prompts := _prompts.get()) is None or (generation_config.num_beams or 1) > 1:
+            return criteria
+        prompts.criteria = _EndedTexts(criteria)
+        return prompts.criteria
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -348,9 +373,12 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
             keep_state=self._keeps_state,
             **others,
         )
-        generates = _prompts.get() is not None
-        if generates and state is None:
-            log_p = step_graphs(self.mixture).predict(context, self._outside_domain(output.logits.shape, **others))
+        prompts = _prompts.get()
+        generates = prompts is not None
+        if prompts is not None and state is None:
+            outside = self._outside_domain(output.logits.shape, **others)
+            ended = prompts.ended(len(context.states[LM_LOGITS]))
+            log_p = step_graphs(self.mixture).predict(context, outside, ended)
         else:
             mixed = self.mixture.predict(context, all_components=False)
             if mixed.states is not None:
@@ -721,6 +749,8 @@ def _open_mixture(
 
 def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[str, Any]:
     """Write the networks of the weights into the folder, and return the rest of the mixture as JSON."""
+    if mixture.router is not None:
+        raise ModelError("A model that chooses among several stores cannot be saved. Save one for each store.")
     specs = mixture.specs
     outside = [spec.label for spec in specs if spec.path and spec.kind != "cache" and Path(spec.path).is_absolute()]
     if copy_store and mixture.path is not None and is_sharded(mixture.path):

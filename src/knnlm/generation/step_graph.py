@@ -98,8 +98,11 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def predict(self, context: Context, outside: Tensor | None = None) -> Tensor:
-        """Return the (N, V) log-probabilities of the tokens that follow N positions."""
+    def predict(self, context: Context, outside: Tensor | None = None, ended: Tensor | None = None) -> Tensor:
+        """Return the (N, V) log-probabilities of the tokens that follow N positions.
+
+        On a CPU, nothing is searched for positions `outside` and for those of texts that have `ended`, both (N,).
+        """
         mixture = self._mixture()
         assert mixture is not None
         inputs, output = _Inputs(context, outside), None
@@ -107,6 +110,8 @@ class StepGraphs:
             with _lock:
                 captured = self._captured(mixture, inputs)
                 output = None if captured is None else captured.replay(inputs)
+        if output is None and context.states[LM_LOGITS].device.type == "cpu":
+            return _predict_on_cpu(mixture, context, _either(outside, ended))
         return _predict(mixture, inputs) if output is None else output
 
     def clear(self) -> None:
@@ -184,6 +189,21 @@ def _settings(mixture: Mixture) -> tuple[Any, ...]:
 
 def _predict(mixture: Mixture, inputs: _Inputs) -> Tensor:
     return mixture.generation_log_probs(mixture.predict(inputs.context, all_components=False), inputs.outside)
+
+
+def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first | second
+
+
+def _predict_on_cpu(mixture: Mixture, context: Context, left_out: Tensor | None) -> Tensor:
+    """Return the log-probabilities of the mixture, and those of the language model alone at the (N,) left out."""
+    if left_out is None or context.spans or not bool(left_out.any()):
+        return _predict(mixture, _Inputs(context, left_out))
+    log_probs = context.states[LM_LOGITS].float().log_softmax(-1)
+    rows = (~left_out).nonzero()[:, 0]
+    if len(rows):
+        log_probs[rows] = _predict(mixture, _Inputs(context.select(rows), None)).to(log_probs)
+    return log_probs
 
 
 def _capture(mixture: Mixture, given: _Inputs) -> _Captured:

@@ -144,6 +144,10 @@ class Positions:
     positions: Tensor  # (N,) number of tokens read before
     tokens: Tensor  # (N,) the last token read
 
+    def select(self, rows: Tensor) -> Positions:
+        """Return those of some rows, by their numbers."""
+        return Positions(self.positions[rows], self.tokens[rows])
+
 
 @dataclass(frozen=True)
 class Context:
@@ -161,6 +165,17 @@ class Context:
         for span in self.spans:
             yield slice(row, row + len(span)), span
             row += len(span)
+
+    def select(self, rows: Tensor) -> Context:
+        """Return the context of some positions, by their numbers; spans cannot be divided."""
+        assert not self.spans
+        sources = self.source_tokens
+        return Context(
+            {source: own[rows] for source, own in self.states.items()},
+            search_mask=None if self.search_mask is None else self.search_mask[rows],
+            source_tokens=None if sources is None else [sources[row] for row in rows.tolist()],
+            where=None if self.where is None else self.where.select(rows),
+        )
 
 
 _collected: ContextVar[list[Tensor] | None] = ContextVar("collected", default=None)
