@@ -15,7 +15,7 @@ its own domain and of GENERAL:
 - brute-force: the same from the formula, without the library's search and votes.
 - gated: what `tune` chooses; gated-other: with the valid pairs of GENERAL as text of another domain.
 - subset: as gated-other, but each sentence searches only the pairs with the nearest sources (--subset).
-- together: all stores at once, tuned as gated-other.
+- together: all stores at once, each with the weights of gated-other; a source is translated with one of them.
 - fine-tuned: the model after training on the domain's train pairs.
 - ivf-pq: the recipe of knn-transformers, an IVF4096,PQ64 index of FAISS on the CPU with 32 probes and distances from
   the codes, with k, τ and λ of vanilla; ivf-pq-1024: with k = 1024, τ = 100 and λ = 0.25, its default and its README's.
@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,8 @@ def parse() -> argparse.Namespace:
     options.systems = options.systems.split(",")
     if unknown := sorted(set(options.systems) - set(SYSTEMS)):
         parser.error(f"no system is named {unknown[0]}; there are {', '.join(SYSTEMS)}")
+    if "together" in options.systems and "gated-other" not in options.systems:
+        parser.error("together uses the stores as gated-other tuned them: name both")
     return options
 
 
@@ -209,7 +211,8 @@ class Run:
             made["gated"] = self.opened(domain)
             tuned = made["gated"].tune(domain.valid, quality=self.options.quality)
             print(f"{domain.name}, gated: {odds_of(tuned.odds)}", flush=True)
-        for name, subset in (("gated-other", None), ("subset", self.options.subset)):
+        # The last tuning stays in the store, for `together`.
+        for name, subset in (("subset", self.options.subset), ("gated-other", None)):
             if name in wanted:
                 made[name] = self.opened(domain, subset)
                 tuned = made[name].tune(domain.valid, other=self.general.valid, quality=self.options.quality)
@@ -228,8 +231,7 @@ class Run:
         if tuned.odds is None:
             return mixture
         held_out = domain.valid[tuned.documents :]
-        (own,) = tuned.odds.stores
-        settings, fitted = [spec.settings for spec in tuned.specs], multiply_odds(tuned.weights, 1 / own.factor)
+        settings, fitted = [spec.settings for spec in tuned.specs], multiply_odds(tuned.weights, 1 / tuned.odds.factor)
         chosen = OddsSearch(mixture, held_out).choose_end(settings, fitted, tuned.odds)
         mixture.weights, mixture.end_odds = chosen.weights, chosen.end_odds
         print(f"{domain.name}, vanilla-end: {odds_of(chosen)}", flush=True)
@@ -251,16 +253,9 @@ class Run:
         return made
 
     def together(self) -> Mixture:
-        """Return the mixture of all stores, tuned on the valid pairs of all domains, beside general ones."""
+        """Return the mixture of all stores, each with the settings and weights of gated-other."""
         first, *others = [self.store(domain) for domain in self.domains]
-        memories = ",".join(["knn", *(f"knn={other}" for other in others)])
-        mixture = Mixture.open(first, self.lm, memories=memories, use_tuned=False)
-        # In turns, so that the pairs that are translated are of all domains.
-        turns = zip_longest(*(domain.valid for domain in self.domains))
-        valid = [pair for pairs in turns for pair in pairs if pair is not None]
-        tuned = mixture.tune(valid, other=self.general.valid, quality=self.options.quality)
-        print(f"together: {odds_of(tuned.odds)}", flush=True)
-        return mixture
+        return Mixture.open(first, self.lm, memories=",".join(["knn", *(f"knn={other}" for other in others)]))
 
     def fine_tuned(self, domain: Corpus) -> Mixture:
         """Return the model after training on the pairs of a domain."""
@@ -321,11 +316,10 @@ class Run:
 
 def odds_of(odds: ChosenOdds | None) -> str:
     """Describe the choice of the odds by BLEU."""
-    found = []
-    for store in odds.stores if odds else ():
-        tried = [(own.max_k, own.factor, own.end_odds, round(own.bleu, 2)) for own in store.figures]
-        found.append(f"odds × {store.factor:g}, of the end × {store.end_odds:g}, of (k, odds, end, BLEU) {tried}")
-    return " and ".join(found) or "as fitted"
+    if odds is None:
+        return "as fitted"
+    tried = [(own.max_k, own.factor, own.end_odds, round(own.bleu, 2)) for own in odds.figures]
+    return f"odds × {odds.factor:g}, of the end × {odds.end_odds:g}, of (k, odds, end, BLEU) {tried}"
 
 
 def seconds_of(translate: Translate, sources: Sequence[str]) -> float:

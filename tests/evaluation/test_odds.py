@@ -18,12 +18,10 @@ from knnlm.evaluation.odds import (
     ChosenOdds,
     OddsFigures,
     OddsSearch,
-    StoreOdds,
     best_choice,
     best_factor,
     is_past_best,
     lines,
-    memories_by_store,
     walk,
 )
 from knnlm.evaluation.quality import score_translations
@@ -33,7 +31,6 @@ from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.saved import load_end_odds
-from knnlm.mixture.source_domain import nearest_sources, sample_sources
 from knnlm.mixture.weights import Buckets, BucketWeights, FixedWeights, multiply_odds
 
 VALID = pairs(12, start=60)
@@ -119,7 +116,7 @@ def test_figures_equal_translations_with_the_multiplied_weights(lm, path, monkey
     monkeypatch.setattr(odds, "_NEW_TOKENS", 60)  # random weights do not end a translation
     mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
     other = pairs(5, start=90)
-    (chosen,) = choose(OddsSearch(mixture, VALID, other=other), mixture).stores
+    chosen = choose(OddsSearch(mixture, VALID, other=other), mixture)
     assert mixture.lmbda == pytest.approx(0.2)
     assert [own.factor for own in chosen.figures[:2]] == [0, 1]
     for own in chosen.figures:
@@ -149,7 +146,7 @@ def test_other_sources_outside_the_domain_are_translated_once(lm, path, monkeypa
     monkeypatch.setattr(
         mixture, "translate", lambda sources, **how: (translated.extend(sources), translate(sources, **how))[1]
     )
-    (chosen,) = choose(OddsSearch(mixture, VALID, other=other), mixture).stores
+    chosen = choose(OddsSearch(mixture, VALID, other=other), mixture)
     for pair, is_inside in zip(other, inside.tolist(), strict=True):
         assert translated.count(pair.source_text) == (len(chosen.figures) if is_inside else 1)
     for own in chosen.figures[1:]:
@@ -172,16 +169,13 @@ def test_figures_of_the_model_alone_are_not_computed_again(lm, path, monkeypatch
     assert alone.count(False) == 2  # of the pairs, and of no others
     assert choose(search, mixture) == chosen
     assert alone.count(False) == 2
-    (own,) = chosen.stores
-    assert {figures.max_k for figures in own.figures[1:]} == {4}
-    assert own.alone.max_k is None
+    assert {figures.max_k for figures in chosen.figures[1:]} == {4}
+    assert chosen.alone.max_k is None
 
 
 def test_best_choice_has_the_best_bleu_of_those_that_keep_other_text():
     def chosen(*rows):
-        return ChosenOdds(
-            FixedWeights((0.5, 0.5)), (StoreOdds(best_factor(figures(*rows)), tuple(figures(*rows))),), (0,)
-        )
+        return ChosenOdds(FixedWeights((0.5, 0.5)), best_factor(figures(*rows)), tuple(figures(*rows)))
 
     small, large = chosen((0, 1, 40), (1, 5, 40)), chosen((0, 1, 40), (1, 7, 39))
     assert best_choice([small, large]) == 0
@@ -192,7 +186,7 @@ def test_best_choice_has_the_best_bleu_of_those_that_keep_other_text():
 def test_tuning_by_quality_is_saved_with_its_figures(lm, path):
     """The last third is translated; settings and weights are those of a tuning on the rest, with these odds."""
     result = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, weights="fixed", quality=6)
-    (chosen,) = result.odds.stores
+    chosen = result.odds
     few = chosen.best.max_k <= 16
     grid = {"ks": FEW_KS} if few else {}
     fitted = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID[:8], weights="fixed", **grid)
@@ -218,49 +212,44 @@ def test_odds_of_the_end_are_changed_while_bleu_rises(lm, path, monkeypatch):
         place = END_FACTORS.index(end)
         return 5 - 0.4 * abs(FACTORS.index(factor) - min(2, place)) - abs(place - 3)
 
-    def figures_of(weights, stores, place, _):
+    def figures_of(weights, factor, end, _):
         assert weights is fitted
-        assert (len(stores), place) == (1, 0)
-        factor, end = stores[0].factor, stores[0].end_odds
         translated.append((factor, end))
         return OddsFigures(factor, bleu(factor, end), 0.0, 40.0 if end > 0.1 else 39.0, None, end)
 
     monkeypatch.setattr(search, "_translate", figures_of)
-    monkeypatch.setattr(search, "_translate_alone", lambda _: [OddsFigures(0.0, 1.0, 0.0, 40.0)])
+    monkeypatch.setattr(search, "_translate_alone", lambda _: OddsFigures(0.0, 1.0, 0.0, 40.0))
     fitted = mixture.weights
     first = search.choose(settings, fitted)
     assert (first.factor, first.end_odds) == (1.0, 1.0)
     chosen = search.choose_end(settings, fitted, first)
-    assert (chosen.factor, chosen.end_odds, chosen.bleu) == (4.0, 0.125, 5)
+    assert (chosen.factor, chosen.end_odds, chosen.best.bleu) == (4.0, 0.125, 5)
     assert chosen.weights == multiply_odds(fitted, 4)
     assert len(set(translated)) == len(translated)
-    assert {(own.factor, own.end_odds) for own in chosen.stores[0].figures[1:]} == set(translated)
+    assert {(own.factor, own.end_odds) for own in chosen.figures[1:]} == set(translated)
     again = OddsSearch(mixture, VALID)  # which has not chosen anything before
     monkeypatch.setattr(again, "_translate", figures_of)
-    monkeypatch.setattr(again, "_translate_alone", lambda _: [OddsFigures(0.0, 1.0, 0.0, 40.0)])
-    (own,) = first.stores
-    others = replace(own, figures=tuple(replace(figures, max_k=1024, bleu=9.0) for figures in own.figures))
-    both = first.with_figures([[others]])  # of other settings
-    assert len(both.stores[0].figures) == 2 * len(own.figures) - 1
-    assert again.choose_end(settings, fitted, both).stores[0].best == chosen.stores[0].best
+    monkeypatch.setattr(again, "_translate_alone", lambda _: OddsFigures(0.0, 1.0, 0.0, 40.0))
+    others = tuple(replace(figures, max_k=1024, bleu=9.0) for figures in first.figures[1:])
+    both = replace(first, figures=(*first.figures, *others))  # of other settings
+    assert again.choose_end(settings, fitted, both).best == chosen.best
 
 
 def test_odds_that_keep_other_text_come_before_a_better_bleu(lm, path, monkeypatch):
     mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
     search, settings = OddsSearch(mixture, VALID), [memory.settings for memory in mixture.memories]
 
-    def figures_of(_, stores, *__):
-        factor, end = stores[0].factor, stores[0].end_odds
+    def figures_of(_, factor, end, __):
         return OddsFigures(factor, 5.0 - factor - (end < 1), 0.0, 39.7 if end == 0.5 else 39.6, None, end)
 
     monkeypatch.setattr(search, "_translate", figures_of)
-    monkeypatch.setattr(search, "_translate_alone", lambda _: [OddsFigures(0.0, 1.0, 0.0, 40.0)])
+    monkeypatch.setattr(search, "_translate_alone", lambda _: OddsFigures(0.0, 1.0, 0.0, 40.0))
     first = search.choose(settings, mixture.weights)
     assert (first.factor, first.end_odds) == (1.0, 1.0)
     chosen = search.choose_end(settings, mixture.weights, first)
     assert (chosen.factor, chosen.end_odds) == (1.0, 0.5)
     monkeypatch.setattr(odds, "MAX_LOSS", -1.0)  # nothing keeps other text: the better BLEU remains
-    assert search.choose_end(settings, mixture.weights, first).stores[0].best == first.stores[0].best
+    assert search.choose_end(settings, mixture.weights, first).best == first.best
 
 
 def test_lines_lead_away_from_a_pair_of_factors():
@@ -290,63 +279,6 @@ def two_stores(lm, path, folder, **settings):
     return Mixture.open(path, lm, memories=f"knn,ngram,knn={folder}", **settings)
 
 
-def test_each_store_has_odds_of_its_own(lm, path, tmp_path, monkeypatch):
-    """On made-up surfaces of BLEU whose best places differ between the two stores."""
-    monkeypatch.setattr(odds, "FEWEST_PAIRS", 1)
-    monkeypatch.setattr(odds, "nearest_sources", lambda _, texts, __: [number % 2 for number in range(len(texts))])
-    mixture = two_stores(lm, path, tmp_path / "other.store", lmbda=0.3)
-    assert memories_by_store(mixture) == [[0, 1], [2]]
-    search, settings = OddsSearch(mixture, VALID), [spec.settings for spec in mixture.specs]
-    best = [(4.0, 0.125), (16.0, 0.5)]
-
-    def figures_of(_, stores, place, __):
-        own, (factor, end) = stores[place], best[place]
-        steps = (
-            FACTORS.index(own.factor) - FACTORS.index(factor),
-            END_FACTORS.index(own.end_odds) - END_FACTORS.index(end),
-        )
-        return OddsFigures(own.factor, 9.0 - place - sum(map(abs, steps)), 0.0, None, None, own.end_odds)
-
-    monkeypatch.setattr(search, "_translate", figures_of)
-    monkeypatch.setattr(search, "_translate_alone", lambda _: [OddsFigures(0.0, 1.0, 0.0), OddsFigures(0.0, 2.0, 0.0)])
-    monkeypatch.setattr(mixture, "set_weights", lambda *_: None)
-    first = search.choose(settings, mixture.weights)
-    assert (first.factor, first.end_odds) == ((4.0, 4.0, 16.0), (1.0, 1.0, 1.0))
-    chosen = search.choose_end(settings, mixture.weights, first)
-    assert (chosen.factor, chosen.end_odds, chosen.bleu) == ((4.0, 4.0, 16.0), (0.125, 0.125, 0.5), 8.5)
-    assert [own.alone.bleu for own in chosen.stores] == [1.0, 2.0]
-    lm_weight, *before = mixture.weights.values
-    slices = mixture.component_slices
-    factors = [4.0] * (slices[1].stop - 1) + [16.0] * (slices[2].stop - slices[2].start)
-    wanted = [lm_weight, *(factor * own for factor, own in zip(factors, before, strict=True))]
-    assert chosen.weights.values == pytest.approx([own / sum(wanted) for own in wanted])
-    assert [own["factor"] for own in chosen.as_dict()["stores"]] == [4.0, 16.0]
-
-
-def test_figures_of_a_store_are_those_of_its_pairs(lm, path, tmp_path, monkeypatch):
-    """Pairs are those whose sources are like the store's, and all factors are in use; too few pairs: one store."""
-    monkeypatch.setattr(odds, "_NEW_TOKENS", 12)
-    mixture = two_stores(lm, path, tmp_path / "other.store", lmbda=0.3)
-    sources = [pair.source_text for pair in VALID]
-    assert OddsSearch(mixture, VALID)._owners == (0, 0, 0)  # fewer than FEWEST_PAIRS
-    monkeypatch.setattr(odds, "FEWEST_PAIRS", 1)
-    stored = [sample_sources(store) for store in mixture.stores]
-    nearest = nearest_sources(lm, sources, stored)
-    assert {0, 1} == set(nearest)
-    search = OddsSearch(mixture, VALID)
-    assert search._owners == (0, 0, 1)
-    weights = mixture.weights
-    chosen = [StoreOdds(2.0, (), 0.5), StoreOdds(8.0, (), 0.25)]
-    found = [search._translate(weights, chosen, place, lambda _: None) for place in (0, 1)]
-    slices = mixture.component_slices
-    mixture.weights = multiply_odds(weights, [2.0] * (slices[1].stop - 1) + [8.0] * (slices[2].stop - slices[2].start))
-    mixture.end_odds = (0.5, 0.5, 0.25)
-    for place, own in enumerate(found):
-        pairs_ = [pair for pair, number in zip(VALID, nearest, strict=True) if number == place]
-        texts = mixture.translate([pair.source_text for pair in pairs_], max_new_tokens=12)
-        assert own.bleu == pytest.approx(score_translations(texts, [pair.text for pair in pairs_]).bleu)
-
-
 def test_few_neighbours_are_tried_for_every_store(lm, path, tmp_path):
     mixture = two_stores(lm, path, tmp_path / "other.store", use_tuned=False)
     trace = mixture.record(VALID, tmp_path / "trace")
@@ -356,44 +288,12 @@ def test_few_neighbours_are_tried_for_every_store(lm, path, tmp_path):
     assert (tuple(own.ks), tuple(other.ks)) == ((2,), FEW_KS)  # what was asked for stays
 
 
-def test_odds_of_the_end_of_two_stores_are_saved_and_loaded(lm, path, tmp_path, monkeypatch):
-    mixture = two_stores(lm, path, tmp_path / "other.store", use_tuned=False)
-    factors = (0.25, 0.25, 0.5)
-    monkeypatch.setattr(ChosenOdds, "end_odds", property(lambda _: factors))
-    result = mixture.tune(VALID, quality=4, samples=0)
-    assert result.end_odds == mixture.end_odds == Mixture.open(path, lm).end_odds == factors
-    sources = [pair.source_text for pair in VALID]
-    assert Mixture.open(path, lm).translate(sources) == mixture.translate(sources)
-    assert Mixture.open(path, lm, memories="knn").end_odds == 1.0  # of other memories than those that were tuned
-    monkeypatch.undo()
-    assert mixture.tune(VALID, quality=4, weights="fixed").end_odds == mixture.end_odds == 1.0
-
-
-def test_factors_of_the_end_are_weighted_as_the_memories_are(lm, path, tmp_path):
-    """By hand: the probability of the end at each position, with the geometric mean of both stores' factors."""
-    mixture = two_stores(lm, path, tmp_path / "other.store", lmbda=0.6)
-    end = lm.end_tokens[-1]
-    mixture.weights = FixedWeights((0.4, 0.1, *[0.0] * (mixture.component_slices[2].start - 2), 0.5))
-    model, pair = KnnForSeq2SeqLM(mixture), VALID[0]
-    source = lm.pad_sources(lm.encode_sources([pair.source_text]))
-    with torch.no_grad():
-        plain = model(**source, decoder_input_ids=torch.tensor([[*lm.start_tokens]])).logits[0, -1].double().exp()
-    mixture.end_odds = (1e4, 1e4, 1e-2)
-    factor = 1e4 ** (1 / 6) * 1e-2 ** (5 / 6)
-    wanted = plain.clone()
-    wanted[end] *= factor
-    wanted /= wanted.sum()
-    written = model.generate(**source, max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
-    found = written.logits[0][0].double().softmax(0)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
-
-
 def test_figures_equal_translations_with_other_odds_of_the_end(lm, path, monkeypatch):
     """Greedy translation by hand: the mixture's probabilities, with those of the end divided, step by step."""
     monkeypatch.setattr(odds, "_NEW_TOKENS", 12)
     mixture = Mixture.open(path, lm, memories="knn", lmbda=0.6, k=4, knn_temperature=10.0)
     search = OddsSearch(mixture, VALID[:4])
-    own = search._translate(mixture.weights, [StoreOdds(2.0, (), 0.125)], 0, lambda _: None)
+    own = search._translate(mixture.weights, 2.0, 0.125, lambda _: None)
     assert mixture.end_odds == 1.0
     by_hand = Mixture.open(path, lm, memories="knn", lmbda=1.2 / 1.6, k=4, knn_temperature=10.0)
     model = KnnForSeq2SeqLM(by_hand)
@@ -421,10 +321,10 @@ def test_odds_of_the_end_are_tuned_saved_and_loaded(lm, path, monkeypatch):
 
     def choose_end(_, __, weights, first):
         chosen.append(weights)
-        return replace(first, stores=tuple(replace(own, end_odds=0.25) for own in first.stores))
+        return replace(first, end_odds=0.25)
 
     monkeypatch.setattr(OddsSearch, "choose_end", choose_end)
-    monkeypatch.setattr(StoreOdds, "best", property(lambda own: own.figures[1]))
+    monkeypatch.setattr(ChosenOdds, "best", property(lambda own: own.figures[1]))
     result = mixture.tune(VALID, quality=4, samples=0)
     assert result.end_odds == mixture.end_odds == Mixture.open(path, lm).end_odds == 0.25
     assert len(chosen) == 1
@@ -441,11 +341,10 @@ def test_odds_of_the_end_are_tuned_saved_and_loaded(lm, path, monkeypatch):
 
 @pytest.mark.parametrize("stored", [0, -1.0, "1", True, float("inf")])
 def test_corrupt_odds_of_the_end_are_refused(stored, tmp_path):
-    assert load_end_odds({}, tmp_path, 1) == 1.0  # weights that were tuned before there were any
-    assert load_end_odds({"end_odds": [1, 0.5]}, tmp_path, 2) == (1.0, 0.5)
-    for found in (stored, [stored], [1.0, 1.0], []):
+    assert load_end_odds({}, tmp_path) == 1.0  # weights that were tuned before there were any
+    for found in (stored, [stored], [0.5]):
         with pytest.raises(DatastoreCorrupt, match=r"odds of the end token are .*Tune the store again"):
-            load_end_odds({"end_odds": found}, tmp_path, 1)
+            load_end_odds({"end_odds": found}, tmp_path)
 
 
 def vars_of(result):
@@ -457,14 +356,14 @@ def vars_of(result):
 def test_few_neighbours_are_tried_beside_many(lm, path):
     mixture = Mixture.open(path, lm, memories="knn", use_tuned=False)
     result = mixture.tune(VALID, quality=4, samples=0)
-    (chosen,) = result.odds.stores
+    chosen = result.odds
     tried = {own.max_k for own in chosen.figures[1:]}
     assert len(tried) == 2
     assert min(tried) <= 16 < max(tried)
     assert result.odds.as_dict()["max_k"] == max(setting.k for setting in result.specs[0].settings)
     assert chosen.best.bleu == max(own.bleu for own in chosen.figures[1:])
     given = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, quality=4, samples=0, ks=[32])
-    assert {own.max_k for own in given.odds.stores[0].figures[1:]} == {32}
+    assert {own.max_k for own in given.odds.figures[1:]} == {32}
 
 
 def test_held_out_pairs_are_at_most_a_third(lm, path):

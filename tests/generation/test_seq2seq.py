@@ -278,12 +278,18 @@ class EveryOther:
         return torch.arange(len(states)) % 2 == 0
 
 
+def unseen(case: Case, count: int) -> dict[str, torch.Tensor]:
+    """Sources that the store does not contain."""
+    sources = [each.source_text or "" for each in pairs(count, start=70)]
+    return case.lm.pad_sources(case.lm.tokenizer(sources)["input_ids"])
+
+
 def test_source_outside_the_domain_continues_a_target_by_the_model_alone(marian, monkeypatch):
     """With online weights, more positions of the given target are predicted than are returned."""
     model = marian.model()
     model.mixture.online = OnlineConfig(0.1, 0.01)
     monkeypatch.setattr(model.mixture, "restrict_to_domain", lambda mixed: mixed)  # by the given target
-    inputs = marian.inputs(slice(2))
+    inputs = unseen(marian, 2)
     target = torch.tensor([[*marian.start, 5, 6]] * 2)
     length = {"min_new_tokens": 5, "max_new_tokens": 5}  # of every row, whatever it contains
     everywhere = model.generate(**inputs, decoder_input_ids=target, **length)
@@ -299,7 +305,7 @@ def test_odds_of_the_end_are_those_of_translations_with_the_memories(marian):
     """Against transformers' own bias of a token, which shifts the scores of one step alike."""
     model = marian.model()
     length = {"max_new_tokens": 12}
-    end, inputs = marian.lm.end_tokens[-1], marian.inputs(slice(4))
+    end, inputs = marian.lm.end_tokens[-1], unseen(marian, 4)
     model.mixture.source_domain = EveryOther()
     plain = model.generate(**inputs, **length)
     model.mixture.end_odds = 1e4
@@ -312,6 +318,64 @@ def test_odds_of_the_end_are_those_of_translations_with_the_memories(marian):
     model.mixture.end_odds = 1.0
     biased = model.generate(**inputs, **length, sequence_bias={(end,): -math.log(8)})
     assert found.tolist() == biased.tolist()
+
+
+def searched(model: KnnForSeq2SeqLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of queries of each search, from now on."""
+    counts, search = [], model.mixture.knn.search
+
+    def counted(keys, *others):
+        counts.append(len(keys))
+        return search(keys, *others)
+
+    monkeypatch.setattr(model.mixture.knn, "search", counted)
+    return counts
+
+
+def unfinished(written: torch.Tensor, end: int | None, start: int) -> list[int]:
+    """The number of texts without an end before each step."""
+    texts = written[:, start:].tolist()
+    return [sum(end not in text[:step] for text in texts) for step in range(len(texts[0]))]
+
+
+def test_texts_that_have_ended_are_not_searched(every, monkeypatch):
+    model, end, start = every.model(), every.lm.tokenizer.eos_token_id, len(every.start)
+    counts = searched(model, monkeypatch)
+    written = model.generate(**every.inputs(), max_new_tokens=NEW_TOKENS)
+    right = unfinished(written, end, start)
+    assert right[0] == len(SOURCES) > right[-1] > 0  # so that the test can fail
+    assert counts == right
+    counts.clear()
+    endless = model.generate(**every.inputs(), max_new_tokens=NEW_TOKENS, eos_token_id=None)
+    assert counts == [len(SOURCES)] * NEW_TOKENS  # with the end token as any other
+    assert any(end in row for row in endless[:, start:-1].tolist())
+    counts.clear()
+    model.generate(**every.inputs(), max_new_tokens=4, num_beams=2)
+    assert set(counts) == {2 * len(SOURCES)}
+
+
+def test_texts_that_met_a_criterion_are_not_searched(marian, monkeypatch):
+    model = marian.model()
+    every_other = torch.arange(len(SOURCES)) % 2 == 0
+    counts = searched(model, monkeypatch)
+    criteria = transformers.StoppingCriteriaList([lambda ids, *_, **__: every_other & (ids.shape[1] > 3)])
+    model.generate(**marian.inputs(), max_new_tokens=5, min_new_tokens=5, stopping_criteria=criteria)
+    assert counts == [6, 6, 6, 3, 3]
+
+
+def test_sources_outside_the_domain_are_not_searched(marian, monkeypatch):
+    model = marian.model()
+    counts, inputs = searched(model, monkeypatch), unseen(marian, 5)
+    length = {"max_new_tokens": 4, "min_new_tokens": 4}
+    model.mixture.source_domain = EveryOther()
+    model.generate(**inputs, **length)
+    model.generate(**inputs, **length, num_beams=2)
+    assert counts == [3] * 4 + [5] * 4  # every other one of 10 beams
+    counts.clear()
+    monkeypatch.setattr(EveryOther, "in_domain", lambda _, states, __: torch.zeros(len(states), dtype=torch.bool))
+    found = model.generate(**inputs, **length)
+    assert counts == []
+    assert found.tolist() == marian.lm.model.generate(**inputs, **length).tolist()
 
 
 def test_subset_search_with_online_weights_and_tokens_follows_its_beams(nllb, tmp_path):

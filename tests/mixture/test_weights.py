@@ -17,7 +17,7 @@ from safetensors.torch import save as save_tensors
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.mixture.em import fit, fit_folds, folds_of, log_mixed, renormalise
 from knnlm.mixture.gate import Gate, NetworkConfig, SearchSkipper, train_gate, train_skip
-from knnlm.mixture.weights import Buckets, mean_end_odds, multiply_end_odds
+from knnlm.mixture.weights import Buckets, multiply_end_odds
 
 QUICK = NetworkConfig(hidden=32, batch=512)
 
@@ -734,21 +734,3 @@ def test_odds_of_the_end_are_multiplied_at_the_marked_rows(seed, factor, some):
 def test_odds_of_the_end_are_multiplied_by_a_positive_number_only(factor):
     with pytest.raises(ParameterError, match="above 0"):
         multiply_end_odds(torch.zeros(1, 1), 0, factor)
-
-
-@given(st.integers(0, 99), st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=2))
-def test_factors_of_several_memories_have_a_geometric_mean_by_their_weights(seed, factors):
-    weights = np.random.default_rng(seed).dirichlet([1.0] * 5, size=6)
-    weights[1] = [1, 0, 0, 0, 0]  # no memory is used: both alike
-    weights[2] = [0.5, 0, 0, 0.5, 0]
-    found = mean_end_odds(torch.tensor(weights), [slice(1, 3), slice(3, 5)], factors)
-    shares = np.stack([weights[:, 1:3].sum(1), weights[:, 3:].sum(1)], 1)
-    shares[1] = 1
-    wanted = np.prod(np.power(factors, shares / shares.sum(1, keepdims=True)), 1)
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4)
-    assert found[2].item() == pytest.approx(factors[1], rel=1e-4)
-    one, other = (multiply_end_odds(torch.full((6, 3), 1 / 3).log(), 1, factor) for factor in (found, found.double()))
-    torch.testing.assert_close(one, other)
-    for row, factor in enumerate(wanted):
-        alone = multiply_end_odds(torch.full((1, 3), 1 / 3).log(), 1, float(factor))
-        torch.testing.assert_close(one[row], alone[0], rtol=1e-4, atol=1e-4)

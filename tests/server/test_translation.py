@@ -202,16 +202,20 @@ def test_sources_outside_the_domain_are_translated_by_the_model_alone(tmp_path):
     mixture = marian_mixture(tmp_path / "pairs.store")
     alone = mixture.translate(SOURCES, max_new_tokens=TOKENS, use_memory=False)
     right = mixture.translate(SOURCES, max_new_tokens=TOKENS)
-    assert right != alone
+    assert all(own != other for own, other in zip(right, alone, strict=True))
     width = mixture.lm.model.config.d_model
     none = (torch.zeros(width), torch.zeros(width), torch.tensor(-1.0), torch.zeros(3))  # no source is inside
     mixture.source_domain = SourceDomain(*none)
     with serving(mixture) as served:
         answers = translate(served, SOURCES, sources=2)["translations"]
         unchecked = translate(served, SOURCES, memory={"domain_check": False})["translations"]
-    assert [each["text"] for each in answers] == alone
+    stored = [source in {pair.source_text for pair in STORED} for source in SOURCES]
+    assert stored == [True] * 8 + [False] * 8
+    assert [each["memory"] for each in answers] == stored
+    assert [each["text"] for each in answers] == [*right[:8], *alone[8:]]
     assert [each["text"] for each in unchecked] == right
-    for each in answers:
+    assert {each["memory"] for each in unchecked} == {True}
+    for each in answers[8:]:
         assert all(token["sources"] == [] and token["p"] == token["p_lm"] for token in each["knnlm"]["tokens"])
 
 
@@ -257,7 +261,8 @@ def test_a_translation_ends_at_max_tokens_or_at_its_end(marian, mixture):
     assert short["finish_reason"] == "length"
     assert len(short["knnlm"]["tokens"]) == 1
     answer = translate(marian, STORED[0].source_text, memory={"k": 1, "lambda": 1.0, "knn_temperature": 1.0})
-    assert answer["translations"][0] == {"index": 0, "text": STORED[0].text, "finish_reason": "stop", "knnlm": None}
+    right = {"index": 0, "text": STORED[0].text, "finish_reason": "stop", "memory": True, "knnlm": None}
+    assert answer["translations"][0] == right
     target = mixture.lm.encode(STORED[0].text)
     assert answer["usage"]["completion_tokens"] == len(target) + 1  # with the end token
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     from knnlm.mixture.mixture import Mixture
     from knnlm.mixture.online import OnlineConfig
     from knnlm.mixture.source_domain import SourceDomain
-    from knnlm.mixture.spec import MemorySpec
 
 DEFAULT_MEMORIES = "knn,cache,ngram"
 PAIR_MEMORIES = "knn,ngram"  # a single sentence is too short for a cache
@@ -317,7 +317,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         ("perplexity", f"{figures_shown} on that text; measure on another with knnlm eval"),
         *support_rows(result.support_figures),
         *_source_rows(result.source_domain),
-        *_odds_rows(result.odds, result.specs),
+        *_odds_rows(result.odds),
         ("time", f"{tried:,} settings and the weights in {result.seconds:.1f} s"),
     ]
     if at_edge:
@@ -333,20 +333,16 @@ def _source_rows(domain: SourceDomain | None) -> list[tuple[str, str]]:
     return [("sources", f"{own} of the domain's and {other} of the others are translated with the memories")]
 
 
-def _odds_rows(odds: ChosenOdds | None, specs: Sequence[MemorySpec]) -> list[tuple[str, str]]:
-    """Return a row for each pair of factors that was tried, of several stores after a row with the memories of each."""
+def _odds_rows(odds: ChosenOdds | None) -> list[tuple[str, str]]:
+    """Return a row for each pair of factors that was tried."""
     rows = []
-    for place, store in enumerate(odds.stores if odds else ()):
-        if odds and len(odds.stores) > 1:
-            labels = [spec.label for spec, owner in zip(specs, odds.owners, strict=True) if owner == place]
-            rows.append((", ".join(labels), "pairs like those of this store:"))
-        for own in store.figures:
-            neighbours = "" if own.max_k is None else f"k ≤ {own.max_k}, "
-            end = "" if own.end_odds == 1 else f", end × {own.end_odds:g}"
-            name = f"{neighbours}odds × {own.factor:g}{end}" if own.factor else "model alone"
-            other = "" if own.other_bleu is None else f"; other text: BLEU {own.other_bleu:.2f}"
-            chosen = ", chosen" if own is store.best else ""
-            rows.append((name, f"BLEU {own.bleu:.2f}, chrF {own.chrf:.2f}{other}{chosen}"))
+    for own in odds.figures if odds else ():
+        neighbours = "" if own.max_k is None else f"k ≤ {own.max_k}, "
+        end = "" if own.end_odds == 1 else f", end × {own.end_odds:g}"
+        name = f"{neighbours}odds × {own.factor:g}{end}" if own.factor else "model alone"
+        other = "" if own.other_bleu is None else f"; other text: BLEU {own.other_bleu:.2f}"
+        chosen = ", chosen" if odds and own is odds.best else ""
+        rows.append((name, f"BLEU {own.bleu:.2f}, chrF {own.chrf:.2f}{other}{chosen}"))
     return rows
 
 
@@ -653,20 +649,35 @@ def translate(
     Translate a text, or each line of a file, with an encoder-decoder model and the memories of a store of pairs; print
     one translation on each line. Empty lines stay empty.
     """
-    from knnlm.corpus import read_lines
-
     settings = sampling.settings | {"max_new_tokens": max_new_tokens, "seed": seed, "batch_size": batch_size}
     opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
-    lines = read_lines(text) if _is_input(text) and not opened.lm.reads_audio else [text]
-    begin = time.perf_counter()
-    written = iter(opened.translate([line for line in lines if line.strip()], use_memory=not no_memory, **settings))
-    pairs = [(line, next(written) if line.strip() else "") for line in lines]
-    if not json:
-        for _, translation in pairs:
-            console.print(visible(translation), markup=False, highlight=False, soft_wrap=True)
+    lines = [text] if opened.lm.reads_audio else _lines(text)
+    begin, sources = time.perf_counter(), [line for line in lines if line.strip()]
+    written = opened.translate(sources, use_memory=not no_memory, progress=bar, **settings)
+    stores = [None] * len(sources) if no_memory else opened.stores_used(sources)
+    found = zip(written, stores, strict=True)
+    rows = [(line, *(next(found) if line.strip() else ("", None))) for line in lines]
+    if json:
+        named = [(*row[:2], row[2] and str(row[2].path)) for row in rows]
+        translations = [{"source": source, "text": text, "store": path} for source, text, path in named]
+        print_json({"translations": translations, "memory": not no_memory, "seconds": time.perf_counter() - begin})
         return
-    translations = [{"source": source, "text": translation} for source, translation in pairs]
-    print_json({"translations": translations, "memory": not no_memory, "seconds": time.perf_counter() - begin})
+    for _, translation, _ in rows:
+        console.print(visible(translation), markup=False, highlight=False, soft_wrap=True)
+    if not no_memory and (outside := stores.count(None)):
+        check = f"{outside} of {len(stores)} texts are outside the store's domain: the model alone translated them."
+        err.print(f"note: {check} --no-domain-check uses the store.", markup=False, soft_wrap=True)
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a file or of standard input, or a text itself; raise where a text looks like a file."""
+    from knnlm.corpus import read_lines
+
+    if _is_input(text):
+        return read_lines(text)
+    if re.fullmatch(r"(\S*[^\W\d_]\S*\.(?=\w*[^\W\d_])\w{2,5}|(/|\./|\.\./|~/)\S+)", text):
+        raise ParameterError(f"There is no file {text}. If it is a text, use - and write it to standard input.")
+    return [text]
 
 
 def explain(

@@ -20,6 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from knnlm.corpus import Scalar, canonical_json, invalid_fields, json_candidates
 from knnlm.datastore.digests import DigestUpdates, VerifiedTables, mismatched_parts, table_names
 from knnlm.datastore.schema import (
@@ -309,6 +312,20 @@ class Catalog:
             "SELECT number, first_entry, entries, COALESCE(text, '') FROM documents NOT INDEXED "  # noqa: S608  (constant)
             f"LEFT JOIN {SOURCES_TABLE} USING (number) ORDER BY number"
         )
+
+    def contains_sources(self, texts: Sequence[str]) -> list[bool]:
+        """Return whether each text is the source of a stored pair; outer spaces do not count."""
+        known = self._source_hashes
+        if not len(known):
+            return [False] * len(texts)
+        wanted = np.array([hash(text.strip()) for text in texts], np.int64)
+        places = np.searchsorted(known, wanted).clip(max=len(known) - 1)
+        return [bool(found) for found in known[places] == wanted]
+
+    @cached_property
+    def _source_hashes(self) -> NDArray[np.int64]:
+        """The sorted hashes of all sources: 8 bytes each, because a server compares the sources of every batch."""
+        return np.unique(np.array([hash(text.strip()) for *_, text in self.source_texts()], np.int64))
 
     def _parse_documents(self, rows: Iterable[Any]) -> Iterator[StoredDocument]:
         """Yield documents with their fields from rows of the table."""

@@ -170,6 +170,10 @@ class ShardedCatalog(Catalog):
             for number, first, entries, text in catalog.source_texts()
         ]
 
+    def contains_sources(self, texts: Sequence[str]) -> list[bool]:
+        """Return whether each text is the source of a stored pair; outer spaces do not count."""
+        return [any(found) for found in zip(*(shard.contains_sources(texts) for shard in self.shards), strict=True)]
+
     def documents_of(self, segment: int) -> list[StoredDocument]:
         """Return the documents of one segment."""
         shard, local = locate(self.segment_starts, segment)

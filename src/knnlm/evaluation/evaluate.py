@@ -21,12 +21,13 @@ from torch import Tensor
 from knnlm.corpus import Document, DocumentMeter
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.base import LM_LOGITS, Context, Logits, SimpleOutput, join_contexts
 from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.em import log_mixed
 from knnlm.mixture.gate import place
 from knnlm.mixture.layer import OnlineLayer, PositionInputs
-from knnlm.mixture.mixture import ComponentOutputs, Mixture
+from knnlm.mixture.mixture import ComponentOutputs, Mixture, group_rows
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import ReadBatch
 from knnlm.mixture.weights import BucketWeights, FixedWeights
@@ -171,6 +172,12 @@ class Totals:
         self.characters += len(text)
         self.bytes += len(text.encode())
 
+    def add_all(self, other: Totals) -> None:
+        """Count the documents of another text."""
+        for name in ("documents", "tokens", "words", "characters", "bytes", "leaked_documents"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.sources = [*self.sources, *other.sources][:_MAX_SOURCES]
+
 
 def evaluate(
     mixture: Mixture,
@@ -187,11 +194,43 @@ def evaluate(
     `score_batches` for when that helps.
     """
     begin = time.perf_counter()
-    totals = Totals()
-    sums = torch.zeros(6, dtype=torch.float64)
+    reading: dict[str, Any] = {"batch_tokens": batch_tokens, "read_ahead": read_ahead, "progress": progress}
+    if mixture.router is None:
+        scored = _score(mixture, documents, limit=limit, **reading)
+    else:
+        every = list(first_documents(documents, mixture.lm, limit))
+        scored = _join_parts([_score(own, some, **reading) for own, some in _by_store(mixture, every)], mixture)
+    kinds = dict.fromkeys(own.weights.kind for own in mixture.by_store) if mixture.router else [mixture.weights.kind]
+    seconds = time.perf_counter() - begin
+    memories, kind = scored.memories, ", ".join(kinds)
+    return summarise(scored.totals, scored.sums.tolist(), memories, kind, online=mixture.online, seconds=seconds)
+
+
+def _by_store(mixture: Mixture, pairs: Sequence[Document]) -> list[tuple[Mixture, list[Document]]]:
+    """Return the mixtures of several stores with the pairs whose sources they translate, if there are any."""
+    assert isinstance(mixture.lm, Seq2SeqLM)
+    tokens = [tuple(row) for row in mixture.lm.encode_sources([pair.source_text or "" for pair in pairs])]
+    groups = group_rows(mixture.route_sources(tokens))
+    return [(own, [pairs[row] for row in rows]) for own, rows in groups] or [(mixture.by_store[0], [])]
+
+
+@dataclass
+class _Scored:
+    """The sums of `summarise` over a text, and the memories with their mean weights."""
+
+    totals: Totals
+    sums: Tensor  # (6,)
+    memories: list[dict[str, Any]]
+
+
+def _score(
+    mixture: Mixture, documents: Iterable[Document], *, read_ahead: bool, limit: int | None = None, **reading: Any
+) -> _Scored:
+    """Score every token of the documents by one mixture."""
+    totals, sums = Totals(), torch.zeros(6, dtype=torch.float64)
     weight_sums = torch.zeros(len(mixture.component_names), dtype=torch.float64)
-    read = read_batches(mixture, documents, totals=totals, limit=limit, batch_tokens=batch_tokens, progress=progress)
     order = TextOrder(mixture.layer)
+    read = read_batches(mixture, documents, totals=totals, limit=limit, **reading)
     for scores in order.weigh(score_batches(mixture, order.note(read), read_ahead=read_ahead)):
         best = scores.components.nan_to_num(nan=-torch.inf).amax(1)
         sums += score_sums(scores.components[:, 0], scores.mixture, best)
@@ -201,9 +240,22 @@ def evaluate(
         mean: Sequence[float] = weights.values
     else:
         mean = (weight_sums / totals.tokens).tolist()
-    memories = _memory_summaries(mixture, mean)
-    seconds = time.perf_counter() - begin
-    return summarise(totals, sums.tolist(), memories, weights.kind, online=mixture.online, seconds=seconds)
+    return _Scored(totals, sums, _memory_summaries(mixture, mean))
+
+
+def _join_parts(parts: Sequence[_Scored], mixture: Mixture) -> _Scored:
+    """Return what was scored by the mixtures of several stores; mean weights are those over all tokens."""
+    totals = Totals()
+    for part in parts:
+        totals.add_all(part.totals)
+    found = {
+        memory["name"]: {**memory, "weight": memory["weight"] * part.totals.tokens / totals.tokens}
+        for part in parts
+        for memory in part.memories
+    }
+    unused = _memory_summaries(mixture, [0.0] * len(mixture.component_names))
+    memories = [found.get(memory["name"], memory) for memory in unused]
+    return _Scored(totals, torch.stack([part.sums for part in parts]).sum(0), memories)
 
 
 def _memory_summaries(mixture: Mixture, weights: Sequence[float]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import torch
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.evaluation.evaluate import component_scores, join_scores
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.knn import KnnMemory, StoredPassage, stored_passage
 from knnlm.memories.voting import NeighbourMemory, VoteOutput
 from knnlm.mixture.mixture import Mixture
@@ -58,9 +59,14 @@ class TokenExplanation:
 
 
 def explain(mixture: Mixture, text: str, *, source: str | None = None, top: int = 3) -> list[TokenExplanation]:
-    """Explain every token of a text by its nearest neighbours, `top` of each memory; `source` is that of a pair."""
+    """Explain every token of a text by its nearest neighbours, `top` of each memory; `source` is that of a pair.
+
+    Of several stores, those that were tuned alone, the neighbours are those of the store that translates the source.
+    """
     if top < 0:
         raise ParameterError(f"top must be at least 0, not {top}.")
+    if source is not None and isinstance(mixture.lm, Seq2SeqLM):
+        (mixture,) = mixture.route_sources([tuple(row) for row in mixture.lm.encode_sources([source])])
     tokens = mixture.lm.encode_document(Document("text", "The text", text, source_text=source)) if text else []
     if not tokens:
         raise CorpusError("The text is empty: there is nothing to explain.")

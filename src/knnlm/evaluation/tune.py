@@ -10,6 +10,7 @@ import math
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,7 +25,7 @@ from torch import Tensor
 from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
-from knnlm.errors import CorpusError, DatastoreError, ParameterError
+from knnlm.errors import CorpusError, DatastoreError, KnnlmWarning, ParameterError
 from knnlm.evaluation.evaluate import (
     ComponentScores,
     Evaluation,
@@ -63,7 +64,7 @@ from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import ExpertScores, OnlineConfig, choose_config, expert_log_probs
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
-from knnlm.mixture.source_domain import MAX_SOURCES, SourceDomain, Sources, sample_sources
+from knnlm.mixture.source_domain import FEWEST_SOURCES, MAX_SOURCES, SourceDomain, Sources, sample_sources
 from knnlm.mixture.spec import MemorySpec, parse_memories
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
@@ -72,7 +73,6 @@ from knnlm.mixture.weights import (
     BucketWeights,
     FixedWeights,
     GatedWeights,
-    Odds,
     Weights,
     component_slices_of,
     nearest,
@@ -112,10 +112,9 @@ class Tuning:
         return sum(self.weights.values[1:]) if isinstance(self.weights, FixedWeights) else None
 
     @property
-    def end_odds(self) -> Odds:
+    def end_odds(self) -> float:
         """Factor of the odds of the end token in translations."""
-        found: Odds = 1.0 if self.odds is None else self.odds.end_odds
-        return 1.0 if found == (1.0,) * len(self.specs) else found
+        return 1.0 if self.odds is None else self.odds.end_odds
 
     @property
     def sweep(self) -> Sweep | None:
@@ -216,6 +215,14 @@ def _fit_source_domain(
     given = [document.source_text or "" for document in documents][:MAX_SOURCES]
     elsewhere = [document.source_text or "" for document in other][:MAX_SOURCES]
     own = [*given, *(text for store in mixture.stores for text in sample_sources(store))]
+    if (fewest := min(len(own), len(elsewhere))) < FEWEST_SOURCES:
+        warnings.warn(
+            f"No domain check is fitted: it needs {FEWEST_SOURCES} sources of the store's domain and of the other one, "
+            f"and there are {fewest}. Other text may be translated with the store.",
+            KnnlmWarning,
+            stacklevel=2,
+        )
+        return None
     return SourceDomain.fit(Sources.read(lm, own), Sources.read(lm, elsewhere))
 
 
@@ -336,8 +343,8 @@ def _choose_by_quality(found: Sequence[_FittedSettings], search: OddsSearch) -> 
     best, odds = found[place], chosen[place]
     if best.fitted.weights.kind != "fixed":
         odds = search.choose_end(best.settings, best.fitted.weights, odds)
-    others = [own.stores for number, own in enumerate(chosen) if number != place]
-    return best, odds.with_figures(others)
+    others = [figures for number, own in enumerate(chosen) if number != place for figures in own.figures[1:]]
+    return best, replace(odds, figures=(*odds.figures, *others))
 
 
 def _best_lambda(swept: Sweep) -> FittedWeights:

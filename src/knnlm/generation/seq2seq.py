@@ -29,13 +29,15 @@ from knnlm.generation.causal import BASE_FOLDER, KnnConfig, KnnForCausalLM, prom
 from knnlm.lm.seq2seq import Seq2SeqLM, mean_states
 from knnlm.lm.speech import SpeechLM
 from knnlm.memories.base import Context, Origin, Source, SourceTokens
-from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.mixture import Mixture, group_rows
+from knnlm.progress import Progress, silent
 
 # The sources that `generate` translates, because it gives only the encoder's output to each step.
 _sources: ContextVar[_Sources | None] = ContextVar("sources", default=None)
 
 _BATCH_SIZE = 32  # sources that are translated together
 _IGNORED_LABEL = -100  # of transformers
+_BY_ROW = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")  # arguments of `generate`
 
 
 class KnnSeq2SeqConfig(KnnConfig):
@@ -144,7 +146,40 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             rows = len(source if isinstance(source, Tensor) else source[0])
             start = torch.tensor([self._lm.start_tokens], device=self.device)
             kwargs["decoder_input_ids"] = start.expand(rows, -1).contiguous()
-        return super().generate(*args, **kwargs)
+        if self.mixture.router is None or (tokens := _source_ids(args, kwargs)) is None:
+            return super().generate(*args, **kwargs)
+        routes = self.mixture.route_sources(_unpadded(tokens, kwargs.get("attention_mask")))
+        return self._generate_by_store(group_rows(routes), {**kwargs, "input_ids": tokens})
+
+    def _generate_by_store(self, groups: Sequence[tuple[Mixture, list[int]]], inputs: dict[str, Any]) -> Any:
+        """Generate the rows of each mixture together, and return all in the order of the batch."""
+        inputs.pop("inputs", None)
+        config = inputs.get("generation_config") or self.generation_config
+        whole = inputs.get("streamer") or inputs.get("return_dict_in_generate", config.return_dict_in_generate)
+        if whole and len(groups) > 1:
+            raise ParameterError(
+                "These sources are translated with different stores, each with its own: they can be neither streamed "
+                "nor returned with their scores. Translate the sources of each store on their own."
+            )
+        every, written = self.mixture, []
+        try:
+            for mixture, rows in groups:
+                self.mixture = mixture
+                own = {name: _select(name, value, rows) for name, value in inputs.items()}
+                written.append(super().generate(**own))
+        finally:
+            self.mixture = every
+        return written[0] if len(groups) == 1 else self._joined([rows for _, rows in groups], written)
+
+    def _joined(self, rows: Sequence[Sequence[int]], written: Sequence[Tensor]) -> Tensor:
+        """Return the texts of some rows, in the order of the rows; shorter ones are padded."""
+        pad, longest = self.tokenizer.pad_token_id, max(texts.shape[1] for texts in written)
+        first, copies = written[0], len(written[0]) // len(rows[0])
+        output = first.new_full((copies * sum(map(len, rows)), longest), pad if isinstance(pad, int) else 0)
+        for own, texts in zip(rows, written, strict=True):
+            places = [copies * row + number for row in own for number in range(copies)]
+            output[places, : texts.shape[1]] = texts
+        return output
 
     def _check_language(self, forced: int | None) -> None:
         """Raise ParameterError for a first token that is neither the store's target language nor the model's own."""
@@ -159,9 +194,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         """Generate; only the tokens that are given to the decoder are evidence."""
         if readable_mask is not None:
             raise ParameterError("readable_mask is for the prompts of a decoder-only model.")
-        given = [*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")]
-        tokens = next((value for value in given if isinstance(value, Tensor)), None)
-        token = _sources.set(self._sources(tokens, kwargs.get("attention_mask")))
+        token = _sources.set(self._sources(_source_ids(args, kwargs), kwargs.get("attention_mask")))
         try:
             with prompt_length(kwargs["decoder_input_ids"].shape[1] - len(self._lm.prefix_tokens)):
                 return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
@@ -172,9 +205,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         """Return the sources (B, S) without padding, where something depends on them; None: unknown or not needed."""
         if tokens is None or not (self.mixture.needs_sources or self.mixture.checks_sources):
             return None
-        masks = [None] * len(tokens) if mask is None else mask.tolist()
-        rows = zip(tokens.tolist(), masks, strict=True)
-        return _Sources([tuple(row if own is None else compress(row, own)) for row, own in rows])
+        return _Sources(_unpadded(tokens, mask))
 
     def forward(  # type: ignore[override]
         self,
@@ -276,6 +307,24 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         return output, {source: own[:, pair.before :] for source, own in keys.items()}
 
 
+def _source_ids(args: Sequence[Any], inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return the (B, S) tokens of the sources among the arguments of `generate`; None: they are not there."""
+    given = [*args[:1], inputs.get("inputs"), inputs.get("input_ids")]
+    return next((value for value in given if isinstance(value, Tensor)), None)
+
+
+def _unpadded(tokens: Tensor, mask: Tensor | None) -> list[SourceTokens]:
+    """Return the tokens (B, S) of sources without padding."""
+    masks = [None] * len(tokens) if mask is None else mask.tolist()
+    rows = zip(tokens.tolist(), masks, strict=True)
+    return [tuple(row if own is None else compress(row, own)) for row, own in rows]
+
+
+def _select(name: str, value: Any, rows: Sequence[int]) -> Any:
+    """Return some rows of an argument of `generate`; an argument that has no rows as it is."""
+    return value[list(rows)] if name in _BY_ROW and isinstance(value, Tensor) else value
+
+
 def translate(
     mixture: Mixture,
     sources: Sequence[str],
@@ -284,11 +333,13 @@ def translate(
     batch_size: int = _BATCH_SIZE,
     seed: int | None = None,
     use_memory: bool = True,
+    progress: Progress = silent,
     **settings: Any,
 ) -> list[str]:
     """Return the translation of each source, by the mixture or, without `use_memory`, by the model alone.
 
-    Sources of similar length are translated together. Other settings are those of transformers' `generate`.
+    Sources of one store and of similar length are translated together. Other settings are those of transformers'
+    `generate`.
     """
     if not isinstance(mixture.lm, Seq2SeqLM):
         raise ModelError(f"Only an encoder-decoder model translates, and {mixture.lm.name} has no encoder.")
@@ -304,19 +355,19 @@ def translate(
     if seed is not None:
         torch.manual_seed(seed)
     tokens = lm.encode_sources(sources)
-    order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]), reverse=True)
+    routes = [0] * len(tokens)  # a batch for several stores would be generated once for each
+    if use_memory and mixture.router is not None:
+        routes = [mixture.by_store.index(own) for own in mixture.route_sources([tuple(row) for row in tokens])]
+    order = sorted(range(len(tokens)), key=lambda number: (routes[number], -len(tokens[number])))
     written = [""] * len(tokens)
-    for begin in range(0, len(order), batch_size):
-        batch = order[begin : begin + batch_size]
-        output = generate_targets(
-            model,
-            [tokens[number] for number in batch],
-            max_new_tokens=max_new_tokens,
-            use_memory=use_memory,
-            **settings,
-        )
-        for number, text in zip(batch, target_texts(lm, output), strict=True):
-            written[number] = text
+    settings |= {"max_new_tokens": max_new_tokens, "use_memory": use_memory}
+    with progress("translating", total=len(tokens), unit="texts") as advance:
+        for begin in range(0, len(order), batch_size):
+            batch = order[begin : begin + batch_size]
+            output = generate_targets(model, [tokens[number] for number in batch], **settings)
+            for number, text in zip(batch, target_texts(lm, output), strict=True):
+                written[number] = text
+            advance(len(batch))
     return written
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -40,7 +41,7 @@ from knnlm.mixture.saved import (
 from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureRequest, parse_memories, resolve
 from knnlm.mixture.support import SupportModel
-from knnlm.mixture.weights import Odds, Weights, equal_weights, first_components
+from knnlm.mixture.weights import Weights, equal_weights, first_components
 
 _DECODER_LAMBDA = 0.5  # of a decoder until it is tuned
 
@@ -58,7 +59,8 @@ class LoadedMixture:
     online: OnlineConfig | None = None
     support: SupportModel | None = None
     source_domain: SourceDomain | None = None
-    end_odds: Odds = 1.0
+    end_odds: float = 1.0
+    by_store: tuple[LoadedMixture, ...] = ()  # each store of pairs alone, as it was tuned
 
 
 def load_mixture(
@@ -80,17 +82,64 @@ def load_mixture(
     loader = _Loader(store, Readers(lm), request, before)
     memories = [loader.open(spec) for spec in specs]
     weights = _weights(store, specs, memories, stored_weights, request, vocab_size=lm.vocab_size)
-    online = None
-    if stored_weights and stored_weights.get("online") is not None and request.options.online:
-        online = OnlineConfig.from_dict(stored_weights["online"])
-    tuned: dict[str, Any] = {"online": online}
-    if stored_weights is not None:
-        folder = _folder(store, request)
-        tuned["support"] = load_support(stored_weights, folder, memories)
-        tuned["source_domain"] = load_source_domain(stored_weights, folder)
-        tuned["end_odds"] = load_end_odds(stored_weights, folder, len(memories))
+    tuned = {} if stored_weights is None else _tuned(stored_weights, _folder(store, request), memories, request)
     labels = [spec.label for spec in specs]
+    if stored_weights is None and _is_plain(specs, request) and isinstance(lm, Seq2SeqLM) and not lm.reads_audio:
+        tuned["by_store"] = _load_by_store(loader, specs, memories, request)
     return LoadedMixture(loader.readers, memories, labels, weights, store, store.path, **tuned)
+
+
+def _tuned(stored: dict[str, Any], folder: Path, memories: Sequence[Memory], request: MixtureRequest) -> dict[str, Any]:
+    """Return what was stored with weights."""
+    online = stored.get("online") if request.options.online else None
+    return {
+        "online": None if online is None else OnlineConfig.from_dict(online),
+        "support": load_support(stored, folder, memories),
+        "source_domain": load_source_domain(stored, folder),
+        "end_odds": load_end_odds(stored, folder),
+    }
+
+
+def _is_plain(specs: Sequence[MemorySpec], request: MixtureRequest) -> bool:
+    """Whether a request leaves all settings and weights to what was tuned."""
+    overrides = (request.k, request.knn_temperature, request.lmbda, request.saved, specs[0].weight)
+    return request.use_tuned and overrides == (None,) * len(overrides)
+
+
+def _load_by_store(
+    loader: _Loader, specs: Sequence[MemorySpec], memories: Sequence[Memory], request: MixtureRequest
+) -> tuple[LoadedMixture, ...]:
+    """Return a mixture for each of several stores of pairs, as each was tuned alone; none if one was not."""
+    others = [number for number, spec in enumerate(specs) if spec.kind == "knn" and spec.path]
+    own = [number for number in range(len(specs)) if number not in others]
+    groups = [numbers for numbers in (own, *([number] for number in others)) if numbers]
+    if len(groups) < 2:
+        return ()
+    found = [_load_alone(loader, [specs[n] for n in group], [memories[n] for n in group], request) for group in groups]
+    return tuple(each for each in found if each is not None) if None not in found else ()
+
+
+def _load_alone(
+    loader: _Loader, specs: Sequence[MemorySpec], memories: Sequence[Memory], request: MixtureRequest
+) -> LoadedMixture | None:
+    """Return the memories of one store with what was tuned for them alone; None: nothing was."""
+    memory = memories[0]
+    store = memory.store if isinstance(memory, KnnMemory) and specs[0].path else loader.store
+    alone = [replace(spec, path=None) for spec in specs] if store is not loader.store else list(specs)
+    tuning = load_tuning(store, alone) if store.has_pairs else None
+    if tuning is None:
+        return None
+    known, changed = {spec.label: spec for spec in tuning.specs}, [copy.copy(memory) for memory in memories]
+    for spec, memory in zip(alone, changed, strict=True):
+        if isinstance(memory, KnnMemory):
+            if known[spec.label].metric != memory.metric:
+                return None
+            memory.settings = known[spec.label].settings
+    skip_fraction, vocab_size = request.options.skip_fraction, loader.lm.vocab_size
+    weights = load_weights(tuning.weights, store.path, changed, vocab_size=vocab_size, skip_fraction=skip_fraction)
+    tuned = _tuned(tuning.weights, store.path, changed, request)
+    labels = [spec.label for spec in specs]
+    return LoadedMixture(loader.readers, changed, labels, weights, store, store.path, **tuned)
 
 
 def _folder(store: Datastore, request: MixtureRequest) -> Path:

@@ -27,7 +27,6 @@ from knnlm.memories.base import (
     Prediction,
     Source,
     SourceTokens,
-    on_device,
 )
 from knnlm.memories.cache import CacheMemory
 from knnlm.memories.decoder import LMOutput
@@ -35,23 +34,21 @@ from knnlm.memories.knn import KnnMemory
 from knnlm.memories.subset import PairSubsetIndex
 from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams, searches
 from knnlm.mixture.layer import OnlineLayer, PositionInputs, SpanTexts
-from knnlm.mixture.loader import check_model, load_mixture, specs_of
+from knnlm.mixture.loader import LoadedMixture, check_model, load_mixture, specs_of
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import ReadBatch, Readers
-from knnlm.mixture.source_domain import SourceDomain
+from knnlm.mixture.source_domain import SourceDomain, SourceRouter
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureOptions, MixtureRequest, SavedMixture
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
     FixedWeights,
     GatedWeights,
     MixturePrediction,
-    Odds,
     Weights,
     abstain_mask,
     component_log_probs,
     component_slices_of,
     equal_weights,
-    mean_end_odds,
     multiply_end_odds,
 )
 from knnlm.progress import Progress, silent
@@ -135,7 +132,9 @@ class Mixture:
         damping: bool = True,
         support: SupportModel | None = None,
         source_domain: SourceDomain | None = None,
-        end_odds: Odds = 1.0,
+        end_odds: float = 1.0,
+        by_store: Sequence[Mixture] = (),
+        router: SourceRouter | None = None,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         store: Datastore | None = None,
@@ -158,7 +157,11 @@ class Mixture:
         self.damping = damping  # in generation with online weights, of memories that repeat what was generated
         self.support = support  # of tokens; None: not tuned, or with other weights than the tuned ones
         self.source_domain = source_domain  # of pairs; None: sources of all domains are translated with the memories
-        self.end_odds: Odds = end_odds  # of the end token, in translations with the memories
+        self.end_odds = end_odds  # factor of the odds of the end token, in translations with the memories
+        # Where there is a router, each source is translated with one of the stores, by the mixture of it alone.
+        self.by_store, self.router = [copy.copy(own) for own in by_store], router
+        for own in self.by_store:
+            own.domain_check = domain_check
         for each in self.memories:
             if isinstance(each, KnnMemory):
                 check_model(each.store, self.readers.models[each.source.reader], place=each.source)
@@ -207,8 +210,16 @@ class Mixture:
             except ShardChanged:  # between the opening of the store here and that of the shard on Ray
                 if not repeats or isinstance(path, Datastore):
                     raise
-        mixture = cls(
-            loaded.readers.models[0],
+        by_store = [cls._of(own, request) for own in loaded.by_store]
+        mixture = cls._of(loaded, request, by_store)
+        mixture._request = request
+        return mixture
+
+    @classmethod
+    def _of(cls, loaded: LoadedMixture, request: MixtureRequest, by_store: Sequence[Mixture] = ()) -> Mixture:
+        lm, stores = loaded.readers.models[0], [own.store for own in by_store if own.store is not None]
+        return cls(
+            lm,
             loaded.memories,
             weights=loaded.weights,
             online=loaded.online,
@@ -217,13 +228,13 @@ class Mixture:
             support=loaded.support,
             source_domain=loaded.source_domain,
             end_odds=loaded.end_odds,
+            by_store=by_store,
+            router=SourceRouter.fit(lm, stores) if by_store and isinstance(lm, Seq2SeqLM) else None,
             readers=loaded.readers,
             labels=loaded.labels,
             store=loaded.store,
             path=loaded.path,
         )
-        mixture._request = request
-        return mixture
 
     def reopen(self) -> Mixture:
         """Open the store in its present state, with the same model and arguments; this mixture stays as it is."""
@@ -262,6 +273,8 @@ class Mixture:
             raise ShardChanged(f"{self.path} was changed, and has other memories now. Open it again.")
         for name in ("weights", "online", "domain_check", "damping", "support", "source_domain", "end_odds"):
             setattr(after, name, getattr(self, name))
+        if self.router is None:
+            after.by_store, after.router = [], None
         for new, old in zip(after.memories, self.memories, strict=True):
             if isinstance(new, NeighbourMemory) and isinstance(old, NeighbourMemory):
                 new.settings = old.settings
@@ -294,7 +307,7 @@ class Mixture:
     @lmbda.setter
     def lmbda(self, lmbda: float) -> None:
         self.weights, self.online = equal_weights(self.memories, lmbda), None
-        self.support = self.source_domain = None
+        self.support = self.source_domain = self.router = None
         self.end_odds = 1.0
 
     @property
@@ -468,35 +481,80 @@ class Mixture:
         if self.end_odds == 1 or not isinstance(self.lm, Seq2SeqLM):
             return log_probs
         rows = None if outside is None else ~outside
-        return multiply_end_odds(log_probs, self.lm.end_tokens[-1], self._end_factor(mixed), rows)
-
-    def _end_factor(self, mixed: MixturePrediction) -> float | Tensor:
-        """Return the factor of the odds of the end token: one number, or one for each position."""
-        if not isinstance(self.end_odds, tuple):
-            return self.end_odds
-        slices, weights = self.component_slices, mixed.weights
-        if weights.shape[1] != slices[-1].stop:  # memories whose weight is 0 everywhere were left out
-            assert isinstance(self.weights, FixedWeights)
-            weights = on_device(self.weights.values, weights.device)[None]
-        return mean_end_odds(weights, slices, self.end_odds)
+        return multiply_end_odds(log_probs, self.lm.end_tokens[-1], self.end_odds, rows)
 
     def set_weights(self, weights: Weights, settings: Sequence[Sequence[VoteParams]]) -> None:
         """Set weights that were fitted to these settings, one sequence for each memory; odds of the end become 1."""
         for memory, own in zip(self.memories, settings, strict=True):
             if isinstance(memory, NeighbourMemory):
                 memory.settings = tuple(own)
-        self.weights, self.end_odds = weights, 1.0
+        self.weights, self.end_odds, self.router = weights, 1.0, None
 
     @property
     def checks_sources(self) -> bool:
         """Whether translation depends on the domain of the source."""
+        if self.router is not None:
+            return any(own.checks_sources for own in self.by_store)
         return self.source_domain is not None and self.domain_check
 
+    def route_sources(self, tokens: Sequence[SourceTokens]) -> list[Mixture]:
+        """Return the mixture that translates each source: of several stores, that of the one it is most like.
+
+        A store that contains the source comes before others: its translation was added on purpose.
+        """
+        if self.router is None:
+            return [self] * len(tokens)
+        routes = self.router.nearest(tokens)
+        texts = self._source_texts(tokens)
+        for place in reversed(range(len(self.by_store))):  # the first store that contains a source
+            contained = self.by_store[place]._contains_sources(texts)
+            routes = [place if own else route for own, route in zip(contained, routes, strict=True)]
+        return [self.by_store[place] for place in routes]
+
     def outside_domain(self, states: Tensor, tokens: Sequence[SourceTokens] | None) -> Tensor:
-        """Mark the (B,) sources outside the domain of a store, by (B, D) mean encoder states and tokens, if known."""
-        if self.source_domain is None or not self.domain_check:
-            return torch.zeros(len(states), dtype=torch.bool, device=states.device)
-        return ~self.source_domain.in_domain(states, tokens)
+        """Mark the (B,) sources outside the domain of a store, by (B, D) mean encoder states and tokens, if known.
+
+        A source that the store contains is inside, whatever it is like: its translation was added on purpose.
+        """
+        outside = torch.zeros(len(states), dtype=torch.bool, device=states.device)
+        if not self.checks_sources:
+            return outside
+        if self.router is not None and tokens is not None:
+            for own, rows in group_rows(self.route_sources(tokens)):
+                outside[rows] = own.outside_domain(states[rows], [tokens[row] for row in rows])
+            return outside
+        if self.source_domain is None:
+            return outside
+        outside = ~self.source_domain.in_domain(states, tokens)
+        marked = outside.nonzero()[:, 0].tolist()
+        if tokens is not None and marked:
+            contained = self._contains_sources(self._source_texts([tokens[row] for row in marked]))
+            outside[[row for row, own in zip(marked, contained, strict=True) if own]] = False
+        return outside
+
+    def _source_texts(self, tokens: Sequence[SourceTokens]) -> list[str]:
+        return [str(text) for text in self.lm.tokenizer.batch_decode([*map(list, tokens)], skip_special_tokens=True)]
+
+    def _contains_sources(self, texts: Sequence[str]) -> list[bool]:
+        """Return whether one of the stores contains each text as a source."""
+        found = [store.catalog.contains_sources(texts) for store in self.stores]
+        return [any(own) for own in zip(*found, strict=True)] if found else [False] * len(texts)
+
+    def assign_sources(self, tokens: Sequence[SourceTokens]) -> list[Mixture | None]:
+        """Return the mixture that translates each tokenised source; None: the language model alone."""
+        routes = self.route_sources(tokens)
+        if not tokens or not self.checks_sources or not isinstance(self.lm, Seq2SeqLM):
+            return [*routes]
+        outside = self.outside_domain(self.lm.mean_source_states(tokens), tokens).tolist()
+        return [None if alone else own for own, alone in zip(routes, outside, strict=True)]
+
+    def stores_used(self, sources: Sequence[str]) -> list[Datastore | None]:
+        """Return the store that each source is translated with; None: the language model alone translates it."""
+        lm = self.lm
+        if not isinstance(lm, Seq2SeqLM) or (self.router is None and not self.checks_sources):
+            return [self.store] * len(sources)
+        assigned = self.assign_sources([tuple(row) for row in lm.encode_sources(sources)])
+        return [None if own is None else own.store for own in assigned]
 
     def predict_components(
         self, context: Context, retrieved: Retrieved | None = None, *, lm: MemoryOutput | None = None
@@ -630,7 +688,10 @@ class Mixture:
     def translate(
         self, sources: Sequence[str], *, max_new_tokens: int = 256, seed: int | None = None, **settings: Any
     ) -> list[str]:
-        """Return the translations of texts by an encoder-decoder model; settings are those of `generate`."""
+        """Return the translations of texts by an encoder-decoder model; settings are those of `generate`.
+
+        `progress` counts the texts.
+        """
         from knnlm.generation.seq2seq import translate
 
         settings |= {"max_new_tokens": max_new_tokens, "seed": seed}
@@ -666,6 +727,14 @@ class Mixture:
             return memory.predict(context)
         mask = context.search_mask
         return memory.output(neighbours if mask is None else neighbours.masked(mask))
+
+
+def group_rows(mixtures: Sequence[Mixture]) -> list[tuple[Mixture, list[int]]]:
+    """Return each of the mixtures of some rows, with the numbers of its rows."""
+    rows: dict[int, list[int]] = {}
+    for row, mixture in enumerate(mixtures):
+        rows.setdefault(id(mixture), []).append(row)
+    return [(mixtures[own[0]], own) for own in rows.values()]
 
 
 def _opener(documents: Iterable[Document]) -> Callable[[], Iterable[Document]] | None:

@@ -30,7 +30,7 @@ from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import TUNE_AGAIN, MemorySpec, key_of
 from knnlm.mixture.support import SupportModel, support_names
-from knnlm.mixture.weights import KINDS, Buckets, BucketWeights, FixedWeights, GatedWeights, Odds, Weights
+from knnlm.mixture.weights import KINDS, Buckets, BucketWeights, FixedWeights, GatedWeights, Weights
 
 _NETWORKS = ("gate", "cheap", "skip")
 
@@ -144,7 +144,7 @@ def weights_state(
     *,
     support: SupportModel | None = None,
     source_domain: SourceDomain | None = None,
-    end_odds: Odds = 1.0,
+    end_odds: float = 1.0,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return weights as JSON types for the catalog, and the tensors of their networks and of what belongs to them."""
     common: dict[str, Any] = {"kind": weights.kind, "online": online.as_dict() if online else None}
@@ -233,14 +233,12 @@ def load_source_domain(metadata: dict[str, Any], path: Path) -> SourceDomain | N
         raise DatastoreCorrupt(f"{path}: the saved domain of sources cannot be read ({error}). {TUNE_AGAIN}") from None
 
 
-def load_end_odds(metadata: dict[str, Any], path: Path, memories: int) -> Odds:
-    """Validate and return the factors of the odds of the end token that were stored with weights; 1: as they are."""
+def load_end_odds(metadata: dict[str, Any], path: Path) -> float:
+    """Validate and return the factor of the odds of the end token that was stored with weights; 1: as they are."""
     found = metadata.get("end_odds", 1.0)
-    factors = found if isinstance(found, list) and len(found) == memories else [found]
-    for factor in factors:
-        if isinstance(factor, bool) or not isinstance(factor, float | int) or not 0 < factor < math.inf:
-            raise DatastoreCorrupt(f"{path}: the saved odds of the end token are {found!r}. {TUNE_AGAIN}")
-    return tuple(map(float, factors)) if isinstance(found, list) else float(found)
+    if isinstance(found, bool) or not isinstance(found, float | int) or not 0 < found < math.inf:
+        raise DatastoreCorrupt(f"{path}: the saved odds of the end token are {found!r}. {TUNE_AGAIN}")
+    return float(found)
 
 
 def _stored(metadata: dict[str, Any], path: Path, name: str) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.base import SourceTokens
 from knnlm.mixture.gate import stored_tensor
 
-FEWEST = 50  # sources of either kind
+FEWEST_SOURCES = 50  # of either kind
 MAX_SOURCES = 4000  # of each kind, that are read
 FOLDS = 5
 _RIDGE = 0.01  # per squared weight of a standardised dimension, beside a mean loss
@@ -68,7 +68,7 @@ class SourceDomain:
         """
         if own.states.shape[1] != other.states.shape[1]:
             raise ParameterError(f"States must have one width, not {own.states.shape[1]} and {other.states.shape[1]}.")
-        if min(len(own.tokens), len(other.tokens)) < FEWEST:
+        if min(len(own.tokens), len(other.tokens)) < FEWEST_SOURCES:
             return None
         states = torch.cat([own.states, other.states]).double().cpu()
         tokens = [*own.tokens, *other.tokens]
@@ -120,14 +120,23 @@ def sample_sources(store: Datastore) -> list[str]:
     return texts[:: max(1, len(texts) // MAX_SOURCES)]
 
 
-def nearest_sources(lm: Seq2SeqLM, texts: Sequence[str], domains: Sequence[Sequence[str]]) -> list[int]:
-    """Return for each text the number of the domain that its tokens are most likely in, by naive Bayes."""
-    rows = [lm.encode_sources(own) if own else [] for own in (texts, *domains)]
-    size = 1 + max((max(row) for own in rows for row in own if row), default=0)
-    counts = torch.stack([_count_tokens(own, size) for own in rows[1:]])  # (domains, V)
-    logs = _smoothed_logs(counts)
-    scores = torch.stack([_sum_weights(own, [tuple(row) for row in rows[0]]) for own in logs], 1)
-    return scores.argmax(1).tolist()
+@dataclass(frozen=True)
+class SourceRouter:
+    """Naive Bayes over the tokens of sources: which of several stores of pairs a source is most like."""
+
+    token_logs: Tensor  # (S, V) log p(token | store); a token that no store has counts 0
+
+    @classmethod
+    def fit(cls, lm: Seq2SeqLM, stores: Sequence[Datastore]) -> SourceRouter:
+        """Count the tokens of sources of each store."""
+        rows = [lm.encode_sources(texts) if (texts := sample_sources(store)) else [] for store in stores]
+        size = 1 + max((max(row) for own in rows for row in own if row), default=0)
+        return cls(_smoothed_logs(torch.stack([_count_tokens(own, size) for own in rows])))
+
+    def nearest(self, tokens: Sequence[SourceTokens]) -> list[int]:
+        """Return the number of the store whose sources each of N sources is most like; of equals, the first."""
+        scores = torch.stack([_sum_weights(own, tokens) for own in self.token_logs], 1)  # (N, S)
+        return scores.argmax(1).tolist()
 
 
 @dataclass(frozen=True)

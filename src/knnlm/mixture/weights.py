@@ -31,7 +31,6 @@ from knnlm.mixture.evidence import EVIDENCE
 from knnlm.mixture.gate import Gate, SearchSkipper, features, memory_features, place
 
 KINDS = ("fixed", "fitted", "buckets", "gated")
-Odds = float | tuple[float, ...]  # factor of odds, or one for each memory
 
 _SUM_TOLERANCE = 1e-3  # of the sum of stored weights
 
@@ -444,51 +443,33 @@ def nearest(distances: Tensor) -> Tensor:
     return distances[:, 0] if distances.shape[1] else distances.new_full((len(distances),), torch.inf)
 
 
-def multiply_odds(weights: Weights, factor: float | Sequence[float]) -> Weights:
-    """Return weights whose odds of memories against the language model are multiplied; of a gate, each network's.
-
-    The factor is one number, or one for each component of the memories.
-    """
-    factors = [factor] if isinstance(factor, float | int) else list(factor)
-    if all(_check_factor(own) == 1 for own in factors):
+def multiply_odds(weights: Weights, factor: float) -> Weights:
+    """Return weights whose odds of memories against the language model are multiplied; of a gate, each network's."""
+    if _check_factor(factor) == 1:
         return weights
-    by_component = torch.tensor(factors, dtype=torch.float64)
     if isinstance(weights, FixedWeights):
-        values = _multiplied(torch.tensor(weights.values, dtype=torch.float64), by_component)
+        values = _multiplied(torch.tensor(weights.values, dtype=torch.float64), factor)
         return replace(weights, values=tuple(values.tolist()))
     if isinstance(weights, BucketWeights):
-        table = _multiplied(weights.buckets.table, by_component)
+        table = _multiplied(weights.buckets.table, factor)
         return replace(weights, buckets=replace(weights.buckets, table=table))
     if isinstance(weights, GatedWeights):
-        cheap = None if weights.cheap is None else _multiply_gate(weights.cheap, by_component)
-        return replace(weights, gate=_multiply_gate(weights.gate, by_component), cheap=cheap)
+        cheap = None if weights.cheap is None else _multiply_gate(weights.cheap, factor)
+        return replace(weights, gate=_multiply_gate(weights.gate, factor), cheap=cheap)
     raise ParameterError(f"The odds of {weights.kind} weights cannot be multiplied.")
 
 
-def multiply_end_odds(log_probs: Tensor, end: int, factor: float | Tensor, rows: Tensor | None = None) -> Tensor:
+def multiply_end_odds(log_probs: Tensor, end: int, factor: float, rows: Tensor | None = None) -> Tensor:
     """Return (N, V) log-probabilities, changed in place, in which the odds of the token `end` are multiplied.
 
-    The factor is one number, or an (N,) tensor of positive ones. The (N,) rows are those to change; None: all. Each row
-    sums to 1, before and after.
+    The (N,) rows are those to change; None: all. Each row sums to 1, before and after.
     """
-    log_end = log_probs[:, end]
-    log_factor = factor.log().to(log_end) if isinstance(factor, Tensor) else math.log(_check_factor(factor))
+    log_end, log_factor = log_probs[:, end], math.log(_check_factor(factor))
     total = torch.logaddexp(torch.log1p(-log_end.exp().clamp(max=1)), log_end + log_factor)
     # Where nothing is changed, nothing is rounded either.
     marked = torch.ones_like(log_end) if rows is None else rows.to(log_end)
     log_probs[:, end] = log_end + log_factor * marked
     return log_probs.sub_((total * marked)[:, None])
-
-
-def mean_end_odds(weights: Tensor, slices: Sequence[slice], factors: Sequence[float]) -> Tensor:
-    """Return the (N,) geometric means of the memories' factors by their shares of the (N, M) weights.
-
-    Where all memories have the weight 0, each has the same share.
-    """
-    by_memory = torch.stack([weights[:, own].sum(1) for own in slices], 1).float() + torch.finfo(torch.float32).tiny
-    shares = by_memory / by_memory.sum(1, keepdim=True)
-    logs = on_device(tuple(math.log(_check_factor(factor)) for factor in factors), weights.device)
-    return (shares * logs.float()).sum(1).exp()
 
 
 def _check_factor(factor: float) -> float:
@@ -498,11 +479,11 @@ def _check_factor(factor: float) -> float:
     return factor
 
 
-def _multiply_gate(gate: Gate, factor: Tensor) -> Gate:
+def _multiply_gate(gate: Gate, factor: float) -> Gate:
     return replace(gate, starts=_multiplied(gate.starts, factor), fitted=_multiplied(gate.fitted, factor))
 
 
-def _multiplied(weights: Tensor, factor: Tensor) -> Tensor:
-    """Multiply all but the first of (..., M) weights by (1,) or (M - 1,) factors, so that they sum to 1 again."""
-    scaled = torch.cat([weights[..., :1], factor.to(weights) * weights[..., 1:]], -1)
+def _multiplied(weights: Tensor, factor: float) -> Tensor:
+    """Multiply all but the first of (..., M) weights, so that they sum to 1 again."""
+    scaled = torch.cat([weights[..., :1], factor * weights[..., 1:]], -1)
     return scaled / scaled.sum(-1, keepdim=True)

@@ -146,7 +146,7 @@ def translation_body(completion: dict[str, Any], *, tokens: bool) -> dict[str, A
     """Return the response to a request for translations, from that for completions of the same sources."""
     translations = [
         {name: choice[name] for name in ("index", "text", "finish_reason")}
-        | {"knnlm": choice["knnlm"] if tokens else None}
+        | {"memory": choice["knnlm"]["memory"], "knnlm": choice["knnlm"] if tokens else None}
         | missing_body(choice["knnlm"].get("missing_shards", ()))
         for choice in completion["choices"]
     ]
@@ -171,8 +171,14 @@ class _Choice:
     reason: str | None = None
     started: bool = False
     low_support: bool | None = None
+    memory: bool | None = None
     missing_shards: tuple[str, ...] = ()
     share: SupportedShare = field(default_factory=SupportedShare)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what is known at the end of the continuation."""
+        memory = {} if self.memory is None else {"memory": self.memory}
+        return {**self.share.as_dict(low_support=self.low_support), **memory, **missing_body(self.missing_shards)}
 
 
 class ResponseWriter:
@@ -233,7 +239,7 @@ class ResponseWriter:
             choice.share.add(event.tokens)
             return choice, event.tokens
         choice.reason, choice.low_support = event.reason, event.low_support
-        choice.missing_shards = event.missing_shards
+        choice.missing_shards, choice.memory = event.missing_shards, event.memory
         self._generated += event.generated
         return choice, []
 
@@ -249,7 +255,7 @@ class ResponseWriter:
         body["logprobs"] = self._logprobs(tokens, choice.length) if tokens else None
         body["knnlm"] = provenance(choice.trace_id, self.max_k, tokens)
         if choice.reason is not None:
-            body["knnlm"] |= choice.share.as_dict(low_support=choice.low_support) | missing_body(choice.missing_shards)
+            body["knnlm"] |= choice.summary()
         choice.started = True
         choice.length += len(text)
         return {**self._head, "choices": [body]}
@@ -262,9 +268,7 @@ class ResponseWriter:
         else:
             body["text"] = text
         body["logprobs"] = self._logprobs(choice.tokens, 0)
-        share = choice.share.as_dict(low_support=choice.low_support)
-        missing = missing_body(choice.missing_shards)
-        body["knnlm"] = {**provenance(choice.trace_id, self.max_k, choice.tokens), **share, **missing}
+        body["knnlm"] = provenance(choice.trace_id, self.max_k, choice.tokens) | choice.summary()
         return body
 
     def _usage(self) -> dict[str, int]:

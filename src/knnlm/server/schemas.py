@@ -295,8 +295,9 @@ class Provenance(BaseModel):
     """The tokens with their sources; `id` names the trace, which can be rescored with at most `k` neighbours.
 
     `supported_share` is the share of the tokens with a support of at least 0.5, and `low_support` whether support fell
-    below the request's min_support. `missing_shards` names the shards that a search on Ray has lacked. In a stream, all
-    of them are in the last chunk.
+    below the request's min_support. `memory` is whether a source was translated with the memories: not outside their
+    domain. `missing_shards` names the shards that a search on Ray has lacked. In a stream, all of them are in the last
+    chunk.
     """
 
     id: str
@@ -304,6 +305,7 @@ class Provenance(BaseModel):
     tokens: list[TokenProvenance]
     supported_share: float | None = None
     low_support: bool | None = None
+    memory: bool | None = None
     missing_shards: list[str] | None = None
 
 
@@ -366,11 +368,12 @@ class ChatResponse(BaseModel):
 
 
 class Translation(BaseModel):
-    """One translation; `knnlm` is null if its tokens were not requested."""
+    """One translation; `memory`: with the memories, `knnlm`: null if its tokens were not requested."""
 
     index: int
     text: str
     finish_reason: str | None
+    memory: bool
     knnlm: Provenance | None
     missing_shards: list[str] | None = None
 

@@ -69,6 +69,10 @@ class MixtureCache:
         chosen = [n for n, label in enumerate(base.labels) if overrides.memories is None or label in overrides.memories]
         if not chosen:
             raise ParameterError('The list of memories is empty. To use none, send "off": true.')
+        checked = base.domain_check if overrides.domain_check is None else overrides.domain_check
+        if _as_tuned(overrides) and (alone := _of_one_store(base, chosen)) is not None:
+            alone.domain_check = checked
+            return alone
         memories = [self._memory(number, overrides) for number in chosen]
         weights = self._weights(overrides, chosen, memories)
         as_tuned = len(chosen) == len(base.memories) and _as_tuned(overrides)
@@ -81,7 +85,9 @@ class MixtureCache:
             support=base.support if as_tuned else None,
             source_domain=base.source_domain if _as_tuned(overrides) else None,
             end_odds=base.end_odds if as_tuned else 1.0,
-            domain_check=base.domain_check if overrides.domain_check is None else overrides.domain_check,
+            by_store=base.by_store if as_tuned else (),
+            router=base.router if as_tuned else None,
+            domain_check=checked,
             damping=base.damping,
             readers=base.readers,
             labels=[base.labels[number] for number in chosen],
@@ -116,6 +122,12 @@ class MixtureCache:
         if len(chosen) == len(base.memories) and (overrides.k, overrides.knn_temperature) == (None, None):
             return base.weights
         return equal_weights(memories, DEFAULTS["lambda"])
+
+
+def _of_one_store(mixture: Mixture, memories: Sequence[int]) -> Mixture | None:
+    """Return a copy of the mixture of one of several stores whose memories these are; None: they are others."""
+    labels = {mixture.labels[number] for number in memories}
+    return next((copy.copy(own) for own in mixture.by_store if mixture.router and set(own.labels) == labels), None)
 
 
 def _as_tuned(overrides: MemoryOverrides) -> bool:

@@ -131,6 +131,7 @@ class FinishEvent:
     generated: int  # sampled tokens, whether or not their text is shown
     low_support: bool | None = None  # whether support fell below the request's min_support; None: it has none
     missing_shards: tuple[str, ...] = ()  # shards of the store that some of its searches lacked
+    memory: bool | None = None  # of a translation: whether the memories were used; None: of another text
 
 
 @dataclass(frozen=True)

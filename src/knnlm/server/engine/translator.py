@@ -22,9 +22,10 @@ from knnlm.lm.detokenizer import token_texts
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.base import Source
 from knnlm.mixture.mixture import MAX_REPEATS, Mixture
-from knnlm.server.engine.predict import ForwardResult, PositionRequest, predict_batch
+from knnlm.server.engine.predict import ForwardResult, MixtureCache, PositionRequest, predict_batch
 from knnlm.server.engine.requests import (
     FinishEvent,
+    MemoryOverrides,
     RequestHandle,
     ScoredToken,
     TokensEvent,
@@ -171,16 +172,24 @@ class Translator(Scheduler):
             return
         requests = [cast(TranslationRequest, handle.request) for handle in handles]
         began = time.perf_counter()
+        used = self._used_mixtures(requests)
         targets = iter(self._generate(requests))
         self.forward_seconds += time.perf_counter() - began
         self.tokens_read += sum(len(request.source) for request in requests)
-        for handle, request in zip(handles, requests, strict=True):
+        for handle, request, mixture in zip(handles, requests, used, strict=True):
             own = [next(targets) for _ in range(request.copies)]
             self.tokens_generated += sum(map(len, own))
             if not handle.cancelled:
                 for copy, target in enumerate(own):
-                    self._emit_translation(handle, request.first_choice + copy, target)
+                    self._emit_translation(handle, request.first_choice + copy, target, mixture)
                 self.mean_seconds += 0.1 * (time.monotonic() - handle.submitted - self.mean_seconds)
+
+    def _used_mixtures(self, requests: Sequence[TranslationRequest]) -> list[Mixture | None]:
+        """Return the mixture that translates the source of each request; None: the language model alone does."""
+        mixture = self.mixtures.get(requests[0].overrides)
+        if mixture is None:
+            return [None] * len(requests)
+        return mixture.assign_sources([tuple(request.source) for request in requests])
 
     def _generate(self, requests: Sequence[TranslationRequest]) -> list[list[int]]:
         """Return the targets of all copies of all requests, each up to its end token."""
@@ -214,13 +223,15 @@ class Translator(Scheduler):
     def _lm(self) -> Seq2SeqLM:
         return cast(Seq2SeqLM, self.mixture.lm)
 
-    def _emit_translation(self, handle: RequestHandle, choice: int, target: list[int]) -> None:
+    def _emit_translation(self, handle: RequestHandle, choice: int, target: list[int], mixture: Mixture | None) -> None:
         """Emit the tokens and the end of one translation; a request whose tokens cannot be scored fails alone."""
         request = cast(TranslationRequest, handle.request)
         trace = self.traces.begin(request.overrides) if request.scored else None
         shown = target[:-1] if target and target[-1] in self._eos else target
         try:
-            tokens = self._score(request, target)[: len(shown)] if request.scored and shown else _unscored(shown)
+            tokens = (
+                self._score(request, target, mixture)[: len(shown)] if request.scored and shown else _unscored(shown)
+            )
         except _Aborted:
             raise
         except Exception as error:
@@ -240,7 +251,8 @@ class Translator(Scheduler):
         if tokens:
             self.events.add(handle, TokensEvent(choice, trace_id, tokens), urgent=True)
         missing = tuple(sorted(self._missing))
-        event = FinishEvent(choice, trace_id, self._reason(request, target), len(target), None, missing)
+        reason, memory = self._reason(request, target), mixture is not None
+        event = FinishEvent(choice, trace_id, reason, len(target), missing_shards=missing, memory=memory)
         self.events.add(handle, event, urgent=True)
         if request.scored:  # scoring the next one takes time
             self.events.flush(force=True)
@@ -251,26 +263,24 @@ class Translator(Scheduler):
         ended = bool(target) and target[-1] in self._eos and not (forced and len(target) >= request.max_tokens)
         return "stop" if ended else "length"
 
-    def _score(self, request: TranslationRequest, target: list[int]) -> list[ScoredToken]:
+    def _score(self, request: TranslationRequest, target: list[int], mixture: Mixture | None) -> list[ScoredToken]:
         """Return the tokens of a target with their probabilities and sources, as they were when each was generated.
 
         The odds of the end token are those of the mixture, before they are multiplied.
         """
-        model = cast(KnnForSeq2SeqLM, self.model)
-        source = self._lm.pad_sources([list(request.source)])
-        mixture = self.mixtures.get(request.overrides)
-        if mixture is not None and mixture.checks_sources:
-            outside = mixture.outside_domain(self._lm.mean_states(source), [tuple(request.source)])
-            if bool(outside.any()):
-                request = replace(request, overrides=replace(request.overrides, off=True))
-        logits, context = model.read_target(source, target)
+        model, mixtures = cast(KnnForSeq2SeqLM, self.model), self.mixtures
+        if mixture is None:
+            request = replace(request, overrides=replace(request.overrides, off=True))
+        elif mixture is not mixtures.get(request.overrides):  # that of one of several stores
+            request, mixtures = replace(request, overrides=MemoryOverrides()), MixtureCache(mixture)
+            model.mixture = mixture
+        logits, context = model.read_target(self._lm.pad_sources([list(request.source)]), target)
+        model.mixture = self.mixture
         positions = [
             PositionRequest(request, [partial(_known, token)], generated=target[:place])
             for place, token in enumerate(target)
         ]
-        predicted = predict_batch(
-            self.mixtures, [ForwardResult(logits, context, positions, one_prompt=True)], self.times
-        )
+        predicted = predict_batch(mixtures, [ForwardResult(logits, context, positions, one_prompt=True)], self.times)
         return [position.tokens[0] for position in predicted]
 
     def _fail_all(self, status: int, message: str, *, waiting: bool = True) -> None:
