@@ -115,7 +115,15 @@ def test_sources_of_one_store_may_be_returned_with_their_scores(lm, both):
     one = lm.pad_sources(lm.encode_sources(TEXTS[:1]))
     output = model.generate(**one, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
     assert len(output.logits) == output.sequences.shape[1] - 1
-    assert model.mixture is both
+
+
+def test_sources_that_are_not_given_as_tokens_are_refused(lm, both):
+    model, inputs = KnnForSeq2SeqLM(both), lm.pad_sources(lm.encode_sources(MIXED[:2]))
+    encoded = lm.model.get_encoder()(**inputs)
+    with pytest.raises(ParameterError, match="pass input_ids"):
+        model.generate(encoder_outputs=encoded, attention_mask=inputs["attention_mask"])
+    with pytest.raises(ModelError, match="use generate, or a model of one store"):
+        model(**inputs, labels=inputs["input_ids"])
 
 
 def test_a_source_that_a_store_contains_is_translated_with_it(lm, paths, tmp_path):

@@ -146,13 +146,27 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             rows = len(source if isinstance(source, Tensor) else source[0])
             start = torch.tensor([self._lm.start_tokens], device=self.device)
             kwargs["decoder_input_ids"] = start.expand(rows, -1).contiguous()
-        if self.mixture.router is None or (tokens := _source_ids(args, kwargs)) is None:
+        if self.mixture.router is None:
             return super().generate(*args, **kwargs)
-        routes = self.mixture.route_sources(_unpadded(tokens, kwargs.get("attention_mask")))
-        return self._generate_by_store(group_rows(routes), {**kwargs, "input_ids": tokens})
+        tokens = _source_ids(args, kwargs)
+        groups = self._by_store(tokens, kwargs.get("attention_mask"))
+        return self._generate_by_store(groups, {**kwargs, "input_ids": tokens})
 
-    def _generate_by_store(self, groups: Sequence[tuple[Mixture, list[int]]], inputs: dict[str, Any]) -> Any:
-        """Generate the rows of each mixture together, and return all in the order of the batch."""
+    def _by_store(self, tokens: Tensor | None, mask: Tensor | None) -> list[tuple[KnnForSeq2SeqLM, list[int]]]:
+        """Return the models of several stores that translate the (B, S) sources, each with the numbers of its rows."""
+        if tokens is None:
+            raise ParameterError("The tokens of the sources choose the store: pass input_ids.")
+        groups = group_rows(self.mixture.route_sources(_unpadded(tokens, mask)))
+        return [(self.with_mixture(mixture), rows) for mixture, rows in groups]
+
+    def with_mixture(self, mixture: Mixture) -> KnnForSeq2SeqLM:
+        """Return a model with the same base model and another mixture of it."""
+        model = copy.copy(self)
+        model.mixture = mixture
+        return model
+
+    def _generate_by_store(self, groups: Sequence[tuple[KnnForSeq2SeqLM, list[int]]], inputs: dict[str, Any]) -> Any:
+        """Generate the rows of each store together, and return all in the order of the batch."""
         inputs.pop("inputs", None)
         config = inputs.get("generation_config") or self.generation_config
         whole = inputs.get("streamer") or inputs.get("return_dict_in_generate", config.return_dict_in_generate)
@@ -161,14 +175,10 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
                 "These sources are translated with different stores, each with its own: they can be neither streamed "
                 "nor returned with their scores. Translate the sources of each store on their own."
             )
-        every, written = self.mixture, []
-        try:
-            for mixture, rows in groups:
-                self.mixture = mixture
-                own = {name: _select(name, value, rows) for name, value in inputs.items()}
-                written.append(super().generate(**own))
-        finally:
-            self.mixture = every
+        written = [
+            model.generate(**{name: _select(name, value, rows) for name, value in inputs.items()})
+            for model, rows in groups
+        ]
         return written[0] if len(groups) == 1 else self._joined([rows for _, rows in groups], written)
 
     def _joined(self, rows: Sequence[Sequence[int]], written: Sequence[Tensor]) -> Tensor:
@@ -230,6 +240,8 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             if labels is None:
                 raise ModelError("Give decoder_input_ids or labels: the target, which the memories predict.")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        if self.mixture.router is not None:
+            raise ModelError("With several stores, each source has its own: use generate, or a model of one store.")
         encoder = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         source = {**encoder, "input_features": input_features, "encoder_outputs": encoder_outputs, **others}
         source = {name: value for name, value in source.items() if value is not None}

@@ -127,7 +127,6 @@ class Translator(Scheduler):
             self._fail(self._running, failure_status(error), step_failed(error))
         finally:
             self._running = []
-            self.model.mixture = self.mixture
         self.steps += 1
         self.events.flush(force=True)
 
@@ -198,19 +197,17 @@ class Translator(Scheduler):
         sources = [list(request.source) for request in requests for _ in range(request.copies)]
         if first.temperature > GREEDY_TEMPERATURE:
             settings |= {"do_sample": True, "temperature": first.temperature, "top_p": first.top_p, "top_k": 0}
-        mixture = self.mixtures.get(first.overrides)
+        mixture, model = self.mixtures.get(first.overrides), cast(KnnForSeq2SeqLM, self.model)
         if mixture is None:
             settings["stopping_criteria"] = [self._stop_rows]
         else:
-            self.model.mixture = mixture
+            model = model.with_mixture(mixture)
         with torch.random.fork_rng([lm.device] if lm.device.type == "cuda" else [], enabled=first.seed is not None):
             if first.seed is not None:
                 torch.manual_seed(first.seed)
-            model = cast(KnnForSeq2SeqLM, self.model)
             written = generate_targets(
                 model, sources, max_new_tokens=first.max_tokens, use_memory=mixture is not None, **settings
             )
-        self.model.mixture = self.mixture
         if mixture is None and self._aborted():
             raise _Aborted
         return [_until_end(target, self._eos, lm.tokenizer.pad_token_id) for target in written]
@@ -273,9 +270,8 @@ class Translator(Scheduler):
             request = replace(request, overrides=replace(request.overrides, off=True))
         elif mixture is not mixtures.get(request.overrides):  # that of one of several stores
             request, mixtures = replace(request, overrides=MemoryOverrides()), MixtureCache(mixture)
-            model.mixture = mixture
+            model = model.with_mixture(mixture)
         logits, context = model.read_target(self._lm.pad_sources([list(request.source)]), target)
-        model.mixture = self.mixture
         positions = [
             PositionRequest(request, [partial(_known, token)], generated=target[:place])
             for place, token in enumerate(target)
