@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MAX_RESIDENT_BYTES = 384 << 20  # of mapped files, beyond those resident at first; shared by all stores of a process
 
 _FEW_QUERIES = 64  # of a search, at most, as in generation: page faults would take a large part of its time
-_MEMORY_SHARE = 8  # an eighth of the machine's memory may then be mapped
 
 _CHUNK_BYTES = 1 << 24
 _STATM = Path("/proc/self/statm")  # Linux; elsewhere pages are left to the system
@@ -47,22 +46,12 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def resident_limit(queries: float) -> int:
+def resident_limit(queries: float) -> float:
     """Return how many bytes of mapped files may stay resident beside searches for so many queries at once."""
-    if queries > _FEW_QUERIES:
-        return MAX_RESIDENT_BYTES
-    return max(MAX_RESIDENT_BYTES, _machine_memory() // _MEMORY_SHARE)
+    return math.inf if queries <= _FEW_QUERIES else MAX_RESIDENT_BYTES
 
 
-@cache
-def _machine_memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 0
-
-
-def release_pages(array: NDArray[Any], *, limit: int | None = None) -> None:
+def release_pages(array: NDArray[Any], *, limit: float | None = None) -> None:
     """Release the pages of a mapped array that was just read, if too many pages of mapped files are resident.
 
     A search touches keys all over a store, so that in time all of it would count as memory of this process. Releasing
@@ -70,7 +59,7 @@ def release_pages(array: NDArray[Any], *, limit: int | None = None) -> None:
     first to last for each batch, so the pages read last are needed last: they go, and the earlier ones stay.
     """
     global _least_resident
-    if not hasattr(mmap, "MADV_DONTNEED"):
+    if not hasattr(mmap, "MADV_DONTNEED") or limit == math.inf:
         return
     resident = resident_bytes()
     _least_resident = resident if _least_resident is None else min(_least_resident, resident)

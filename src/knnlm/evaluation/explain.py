@@ -65,7 +65,7 @@ def explain(mixture: Mixture, text: str, *, source: str | None = None, top: int 
     """
     if top < 0:
         raise ParameterError(f"top must be at least 0, not {top}.")
-    if source is not None and isinstance(mixture.lm, Seq2SeqLM):
+    if source is not None and mixture.router is not None and isinstance(mixture.lm, Seq2SeqLM):
         (mixture,) = mixture.route_sources([tuple(row) for row in mixture.lm.encode_sources([source])])
     tokens = mixture.lm.encode_document(Document("text", "The text", text, source_text=source)) if text else []
     if not tokens:

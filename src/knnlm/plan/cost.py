@@ -323,6 +323,6 @@ def search_memory(index: IndexShape, storage: Storage, constants: Constants, *, 
         return cpu.idle_bytes + cpu.search_bytes + results + measured + index.bytes + mapped
     products = 4 * index.block * index.probes * min(queries, block_batch(index))
     arrays = index.bytes - index.keys * index.code_width + index.blocks * index.code_width
-    mapped = min(MAX_RESIDENT_BYTES, index.keys * index.code_width)
+    mapped = min(resident_limit(queries), index.keys * index.code_width)
     mapped += min(_VALIDATION_BYTES, index.keys * key_bytes(storage, index.width))
     return cpu.idle_bytes + cpu.search_bytes + results + products + arrays + mapped
