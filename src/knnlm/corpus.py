@@ -373,7 +373,10 @@ def _unknown_suffix(name: str, kind: str | None, known: Sequence[str], *, compre
         suffix = "".join(PurePath(name).suffixes[-2 if compressed else -1 :]) or "(none)"
         return CorpusError(f"{name}: unknown suffix {suffix}. Known suffixes: {_known_suffixes(known)}.")
     if kind == ".tsv":
-        return CorpusError(f"{name}: a .tsv file has pairs of source and target, which an encoder-decoder model reads.")
+        return CorpusError(
+            f"{name}: a .tsv file has pairs of source and target. Only build, add, tune and eval read pairs, with an "
+            "encoder-decoder model: see --model."
+        )
     return CorpusError(
         f"{name}: a text without a source, but an encoder-decoder model reads pairs. Name the file with the sources of "
         f"its lines with --source, or give pairs: {_known_suffixes(known)}."
