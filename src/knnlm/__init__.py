@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from knnlm.evaluation.tune import Tuning
     from knnlm.generation.causal import KnnConfig, KnnForCausalLM
     from knnlm.generation.chat import EncodedChat, encode_chat
-    from knnlm.generation.seq2seq import KnnForSeq2SeqLM
+    from knnlm.generation.seq2seq import KnnForSeq2SeqLM, TranslatedText
     from knnlm.index.base import Index, Neighbours, Vectors
     from knnlm.ingest.build import Added, build, build_shard
     from knnlm.lm.causal import CausalLM
@@ -164,6 +164,7 @@ _HOMES = {
     "Sweep": "evaluation.sweep",
     "TokenExplanation": "evaluation.explain",
     "Trace": "evaluation.trace",
+    "TranslatedText": "generation.seq2seq",
     "TranslationQuality": "evaluation.quality",
     "Tuning": "evaluation.tune",
     "Vectors": "index.base",
@@ -262,6 +263,7 @@ __all__ = [
     "Sweep",
     "TokenExplanation",
     "Trace",
+    "TranslatedText",
     "TranslationQuality",
     "Tuning",
     "Vectors",

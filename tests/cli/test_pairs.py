@@ -7,6 +7,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from helpers.cli import failure, knnlm
 from helpers.models import pair_tokenizer, tiny
@@ -225,9 +226,35 @@ def test_translate_reads_a_text_a_file_or_standard_input(folder, tmp_path, capfd
     translations = json.loads(out)["translations"]
     assert [pair["text"] for pair in translations] == [right[0], "", *right[1:]]
     assert translations[0]["source"] == STORED[0].source_text
+    assert [pair["stores"] for pair in translations] == [[str(store)], [], *[[str(store)]] * 3]
     code, out, _ = knnlm(capfd, "translate", store, STORED[0].source_text, "--no-memory", "--beams", 2, "--json")
     assert code == 0
     assert json.loads(out)["memory"] is False
+    assert json.loads(out)["translations"][0]["stores"] == []
+    (tmp_path / "blank.txt").write_text("\n \n")
+    assert knnlm(capfd, "translate", store, tmp_path / "blank.txt")[:2] == (0, "\n\n")
+
+
+@pytest.mark.parametrize("text", ["missing.txt", "./missing", "~/missing", "/tmp/missing", "a/b-c.de", "../x.y/z.json"])
+def test_mistyped_file_is_not_translated(folder, capfd, text):
+    line = failure(capfd, "translate", folder / "pairs.store", text)
+    assert f"There is no file {text}." in line
+
+
+@pytest.mark.parametrize("text", ["and/or", "a@b.com", "Wort.Das", "/help", "version.2", "你好.再见", "Anna.", "1.5"])
+def test_words_with_dots_and_slashes_are_translated(folder, capfd, text):
+    assert knnlm(capfd, "translate", folder / "pairs.store", text, "--max-new-tokens", 1)[0] == 0
+
+
+def test_translate_says_which_texts_are_outside_the_domain(folder, capfd, monkeypatch):
+    outside = monkeypatch.setattr
+    outside(Mixture, "checks_sources", True)
+    outside(Mixture, "outside_domain", lambda _, states, __: torch.arange(len(states)) == 0)
+    lines = "\n".join(each.source_text for each in VALID[:3])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    code, _, err = knnlm(capfd, "translate", folder / "pairs.store", "-", "--max-new-tokens", 2)
+    assert code == 0
+    assert "note: 1 of 3 texts are outside the store's domain: the model alone" in " ".join(err.split())
 
 
 def test_translate_needs_a_store_of_pairs(store, model_folder, capfd):

@@ -536,6 +536,14 @@ def test_shards_of_pairs_have_the_subsets_of_one_store(tmp_path):
     sharded, one = Datastore.open(tmp_path / "sharded"), Datastore.open(tmp_path / "one")
     assert sharded.catalog.source_texts() == one.catalog.source_texts()
     assert [each.source_text for each in sharded.documents()] == [each.source_text for each in one.documents()]
+    for catalog in (sharded.catalog, one.catalog):
+        texts = [each.source_text for each in pairs(13)]
+        assert catalog.contains_sources(texts) == [True, False, *[True] * 10, False]
+    reopened = sharded.reopen()
+    reopened.catalog.reuse_sources(sharded.catalog)
+    assert reopened.catalog.contains_sources(texts[:3]) == [True, False, True]
+    assert sharded.catalog.sample_sources(99) == [each.source_text for each in sharded.documents()]
+    assert len(set(sharded.catalog.sample_sources(5))) == 5
     tokens = [tuple(lm.encode_sources([each.source_text])[0]) for each in pairs(12)[4:7]]
     queries = one.take(torch.tensor([3, 20, 40]))
     found = [PairSubsetIndex(each, 3, encode=lm.encode_sources).search(queries, 4, tokens) for each in (sharded, one)]

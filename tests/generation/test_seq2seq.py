@@ -371,6 +371,7 @@ def test_sources_outside_the_domain_are_not_searched(marian, monkeypatch):
     model.generate(**inputs, **length)
     model.generate(**inputs, **length, num_beams=2)
     assert counts == [3] * 4 + [5] * 4  # every other one of 10 beams
+    assert model.outside == [False, False, False, False, False]  # the first beam of each source
     counts.clear()
     monkeypatch.setattr(EveryOther, "in_domain", lambda _, states, __: torch.zeros(len(states), dtype=torch.bool))
     found = model.generate(**inputs, **length)

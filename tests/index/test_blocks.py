@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as hnp
 from helpers import oracle
 from helpers.stores import made_store
 from helpers.vectors import Array, RecordingArray, assert_nearest, clustered
+from knnlm import io
 from knnlm.corpus import Document
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
@@ -136,6 +137,25 @@ def test_query_searches_the_default_number_of_blocks_and_each_block_is_read_once
     asked.clear()
     assert (index.search(queries[:10], 1000).ids >= 0).sum(1).min() > 600
     assert sum(asked) == 10 * 17
+
+
+def test_pages_of_blocks_stay_mapped_between_few_queries(tmp_path, monkeypatch):
+    keys = clustered(60_000, 256).astype(np.float32)
+    write_blocks(RecordingArray(keys), "Lists64,Blocks256", tmp_path / "index")
+    index, queries = BlockIndex.load(tmp_path / "index"), torch.from_numpy(clustered(2000, 256, seed=1))
+    monkeypatch.setattr(io, "MAX_RESIDENT_BYTES", -1)  # always too many
+    index.search(queries[:65], 1)  # what is resident now does not count
+    size = (tmp_path / "index").stat().st_size
+
+    def growth(step):
+        before = io.resident_bytes()
+        for begin in range(0, len(queries) - step + 1, step):
+            index.search(queries[begin : begin + step], 100)
+        return io.resident_bytes() - before
+
+    assert growth(250) < size // 4
+    assert growth(64) > size // 2
+    assert growth(250) < -size // 4
 
 
 def test_some_blocks_find_most_of_the_nearest():

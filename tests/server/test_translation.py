@@ -444,7 +444,7 @@ def test_a_failed_batch_fails_its_requests_alone(tmp_path, monkeypatch):
 
 
 def test_batch_is_repeated_where_a_shard_has_changed(marian, monkeypatch):
-    whole, failures = translator.Translator._generate, [2]
+    whole, failures = translator.Translator._generate_all, [2]
 
     def generate(this, requests):
         if failures[0]:
@@ -453,7 +453,7 @@ def test_batch_is_repeated_where_a_shard_has_changed(marian, monkeypatch):
         return whole(this, requests)
 
     expected = translate(marian, SOURCES[0])
-    monkeypatch.setattr(translator.Translator, "_generate", generate)
+    monkeypatch.setattr(translator.Translator, "_generate_all", generate)
     assert translate(marian, SOURCES[0])["translations"] == expected["translations"]
     assert failures == [0]
     failures[0] = 100

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from knnlm.mixture.source_domain import SourceDomain
 
 DEFAULT_MEMORIES = "knn,cache,ngram"
+# A word that is a mistyped path rather than a text: ./letter, /tmp/letter, letter.txt; not and/or, Wort.Das, a@b.com.
+_FILE_NAME = re.compile(r"(\.{1,2}/|~/|/[\w.-]+/)[\w./-]*|[\w./-]*\w\.[a-z][a-z0-9]{1,4}", re.ASCII)
 PAIR_MEMORIES = "knn,ngram"  # a single sentence is too short for a cache
 
 HeldOutText = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Held-out text.", show_default=False)]
@@ -653,19 +655,22 @@ def translate(
     opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
     lines = [text] if opened.lm.reads_audio else _lines(text)
     begin, sources = time.perf_counter(), [line for line in lines if line.strip()]
-    written = opened.translate(sources, use_memory=not no_memory, progress=bar, **settings)
-    stores = [None] * len(sources) if no_memory else opened.stores_used(sources)
-    found = zip(written, stores, strict=True)
-    rows = [(line, *(next(found) if line.strip() else ("", None))) for line in lines]
+    translations = opened.translate_each(sources, use_memory=not no_memory, progress=bar, **settings)
+    found = iter(translations)
+    rows = [(line, next(found) if line.strip() else None) for line in lines]
     if json:
-        named = [(*row[:2], row[2] and str(row[2].path)) for row in rows]
-        translations = [{"source": source, "text": text, "store": path} for source, text, path in named]
-        print_json({"translations": translations, "memory": not no_memory, "seconds": time.perf_counter() - begin})
+        named = [
+            (line, own.text, [str(each.path) for each in own.stores]) if own else (line, "", []) for line, own in rows
+        ]
+        listed = [{"source": source, "text": written, "stores": stores} for source, written, stores in named]
+        print_json({"translations": listed, "memory": not no_memory, "seconds": time.perf_counter() - begin})
         return
-    for _, translation, _ in rows:
-        console.print(visible(translation), markup=False, highlight=False, soft_wrap=True)
-    if not no_memory and (outside := stores.count(None)):
-        check = f"{outside} of {len(stores)} texts are outside the store's domain: the model alone translated them."
+    for _, own in rows:
+        console.print(visible(own.text if own else ""), markup=False, highlight=False, soft_wrap=True)
+    if not no_memory and (outside := sum(not own.stores for own in translations)):
+        check = (
+            f"{outside} of {len(translations)} texts are outside the store's domain: the model alone translated them."
+        )
         err.print(f"note: {check} --no-domain-check uses the store.", markup=False, soft_wrap=True)
 
 
@@ -675,7 +680,7 @@ def _lines(text: str) -> list[str]:
 
     if _is_input(text):
         return read_lines(text)
-    if re.fullmatch(r"(\S*[^\W\d_]\S*\.(?=\w*[^\W\d_])\w{2,5}|(/|\./|\.\./|~/)\S+)", text):
+    if _FILE_NAME.fullmatch(text):
         raise ParameterError(f"There is no file {text}. If it is a text, use - and write it to standard input.")
     return [text]
 

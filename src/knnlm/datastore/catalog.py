@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import unicodedata
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -54,6 +56,7 @@ REQUESTED_INDEX = "requested_index"  # metadata: the index that an interrupted c
 # can contain one, since its quotation marks are escaped.
 _MEMBERS = "', ' || substr(record, 2, length(record) - 2) || ', '"
 _MAX_LISTED_FIELDS = 20
+_MAX_VALUES = 500  # of one SQL query
 
 _Row = TypeVar("_Row")
 
@@ -124,6 +127,43 @@ def field_condition(name: str, value: str) -> tuple[str, list[str]]:
     return f"number IN (SELECT number FROM fields WHERE {either})", members  # noqa: S608
 
 
+@dataclass(frozen=True)
+class _SourceHashes:
+    """The hashes of all sources, 16 bytes for each; valid in one process, as Python's hashes of texts are."""
+
+    numbers: NDArray[np.int64]  # (N,) of the documents, ascending
+    hashes: NDArray[np.int64]  # (N,)
+    known: NDArray[np.int64]  # (N,) the hashes, ascending
+
+    @classmethod
+    def of(
+        cls, numbers: Sequence[int] | NDArray[np.int64], texts: Sequence[str], before: _SourceHashes | None = None
+    ) -> _SourceHashes:
+        """Return the hashes of the texts of documents, beside those of `before`, whose documents have lower numbers."""
+        own = np.array([hash(_normalised(text)) for text in texts], np.int64)
+        first, hashes = (np.empty(0, np.int64),) * 2 if before is None else (before.numbers, before.hashes)
+        hashes = np.concatenate([hashes, own])
+        return cls(np.concatenate([first, np.array(numbers, np.int64)]), hashes, np.sort(hashes))
+
+    def only(self, numbers: NDArray[np.int64]) -> _SourceHashes:
+        """Return the hashes of those documents that are among these numbers."""
+        kept = np.isin(self.numbers, numbers)
+        return self if kept.all() else _SourceHashes(self.numbers[kept], self.hashes[kept], np.sort(self.hashes[kept]))
+
+    def contain(self, texts: Sequence[str]) -> list[bool]:
+        """Return whether each text is one of the sources; kinds of spaces and of equal characters do not count."""
+        if not len(self.known):
+            return [False] * len(texts)
+        wanted = np.array([hash(_normalised(text)) for text in texts], np.int64)
+        places = np.searchsorted(self.known, wanted).clip(max=len(self.known) - 1)
+        return [bool(found) for found in self.known[places] == wanted]
+
+
+def _normalised(text: str) -> str:
+    """Return a text as tokenizers may return it: in the form NFKC, with single spaces."""
+    return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
 class Catalog:
     """Typed access to the catalog file."""
 
@@ -135,6 +175,7 @@ class Catalog:
         self._writes = False
         self._digests: DigestUpdates | None = None
         self._verified: VerifiedTables | None = None  # None: digests are not compared
+        self._sources_before: _SourceHashes | None = None  # of an earlier state
 
     @classmethod
     def create(cls, path: Path, meta: dict[str, Any]) -> Catalog:
@@ -313,19 +354,48 @@ class Catalog:
             f"LEFT JOIN {SOURCES_TABLE} USING (number) ORDER BY number"
         )
 
+    def sample_sources(self, count: int) -> list[str]:
+        """Return at most so many sources, evenly distributed over the documents."""
+        if not self.has_sources:
+            return []
+        self._verify(SOURCES_TABLE)
+        numbers = self._numbers_in(SOURCES_TABLE)
+        if len(numbers) > count:
+            numbers = numbers[np.arange(count) * len(numbers) // max(1, count)]
+        return self._sources_of(numbers.tolist())
+
     def contains_sources(self, texts: Sequence[str]) -> list[bool]:
-        """Return whether each text is the source of a stored pair; outer spaces do not count."""
-        known = self._source_hashes
-        if not len(known):
-            return [False] * len(texts)
-        wanted = np.array([hash(text.strip()) for text in texts], np.int64)
-        places = np.searchsorted(known, wanted).clip(max=len(known) - 1)
-        return [bool(found) for found in known[places] == wanted]
+        """Return whether each text is the source of a stored pair, whatever its spaces."""
+        return self._source_hashes.contain(texts)
+
+    def reuse_sources(self, before: Catalog) -> None:
+        """Take the sources that an earlier state of this catalog has read, so that only later ones are read."""
+        self._sources_before = vars(before).get("_source_hashes", before._sources_before)
 
     @cached_property
-    def _source_hashes(self) -> NDArray[np.int64]:
-        """The sorted hashes of all sources: 8 bytes each, because a server compares the sources of every batch."""
-        return np.unique(np.array([hash(text.strip()) for *_, text in self.source_texts()], np.int64))
+    def _source_hashes(self) -> _SourceHashes:
+        before = self._sources_before
+        if before is None:
+            pairs = self.source_texts()
+            return _SourceHashes.of([number for number, *_ in pairs], [text for *_, text in pairs])
+        numbers = self._numbers_in("documents")
+        new = numbers[np.searchsorted(numbers, before.numbers.max(initial=-1), side="right") :].tolist()
+        for number in new:
+            self._verify(SOURCES_TABLE, number)
+        return _SourceHashes.of(new, self._sources_of(new), before.only(numbers))
+
+    def _numbers_in(self, table: str) -> NDArray[np.int64]:
+        return np.array([number for (number,) in self._all(f"SELECT number FROM {table} ORDER BY number")], np.int64)  # noqa: S608
+
+    def _sources_of(self, numbers: Sequence[int]) -> list[str]:
+        """Return the sources of documents, without checking them."""
+        found: dict[int, str] = {}
+        for begin in range(0, len(numbers), _MAX_VALUES):
+            some = numbers[begin : begin + _MAX_VALUES]
+            marks = ", ".join("?" * len(some))
+            query = f"SELECT number, text FROM {SOURCES_TABLE} WHERE number IN ({marks})"  # noqa: S608  (constant)
+            found.update(self._all(query, *some))
+        return [found.get(number, "") for number in numbers]
 
     def _parse_documents(self, rows: Iterable[Any]) -> Iterator[StoredDocument]:
         """Yield documents with their fields from rows of the table."""

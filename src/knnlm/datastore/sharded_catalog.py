@@ -15,6 +15,8 @@ from pathlib import Path
 from time import time_ns
 from typing import Any
 
+import numpy as np
+
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.manifest import MANIFEST_FILE, Manifest, NumberSpan, read_manifest
 from knnlm.datastore.schema import CATALOG_FILE, IndexRow, RemovedRow, SegmentRow, StoredDocument
@@ -173,6 +175,20 @@ class ShardedCatalog(Catalog):
     def contains_sources(self, texts: Sequence[str]) -> list[bool]:
         """Return whether each text is the source of a stored pair; outer spaces do not count."""
         return [any(found) for found in zip(*(shard.contains_sources(texts) for shard in self.shards), strict=True)]
+
+    def sample_sources(self, count: int) -> list[str]:
+        """Return at most so many sources, of each shard in proportion to its documents."""
+        sizes = np.array([shard.document_count() for shard in self.shards])
+        ends = np.cumsum(sizes) * min(count, int(sizes.sum())) // max(1, int(sizes.sum()))
+        counts = np.diff(ends, prepend=0).tolist()
+        return [text for shard, own in zip(self.shards, counts, strict=True) for text in shard.sample_sources(own)]
+
+    def reuse_sources(self, before: Catalog) -> None:
+        """Take the sources that the earlier states of these shards have read."""
+        known = {catalog.path: catalog for catalog in getattr(before, "shards", [])}
+        for shard in self.shards:
+            if shard.path in known:
+                shard.reuse_sources(known[shard.path])
 
     def documents_of(self, segment: int) -> list[StoredDocument]:
         """Return the documents of one segment."""

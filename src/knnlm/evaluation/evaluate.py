@@ -200,10 +200,8 @@ def evaluate(
     else:
         every = list(first_documents(documents, mixture.lm, limit))
         scored = _join_parts([_score(own, some, **reading) for own, some in _by_store(mixture, every)], mixture)
-    kinds = dict.fromkeys(own.weights.kind for own in mixture.by_store) if mixture.router else [mixture.weights.kind]
-    seconds = time.perf_counter() - begin
-    memories, kind = scored.memories, ", ".join(kinds)
-    return summarise(scored.totals, scored.sums.tolist(), memories, kind, online=mixture.online, seconds=seconds)
+    found, seconds = (scored.totals, scored.sums.tolist(), scored.memories), time.perf_counter() - begin
+    return summarise(*found, mixture.weights_kind, online=mixture.online, seconds=seconds)
 
 
 def _by_store(mixture: Mixture, pairs: Sequence[Document]) -> list[tuple[Mixture, list[Document]]]:

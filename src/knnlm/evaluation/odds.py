@@ -20,8 +20,10 @@ from typing import Any
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError
 from knnlm.evaluation.quality import TextScores, score_translations
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.voting import NeighbourMemory, VoteParams
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.source_domain import Sources
 from knnlm.mixture.weights import Weights, multiply_odds
 from knnlm.progress import Progress, silent
 
@@ -92,8 +94,7 @@ class OddsSearch:
             raise CorpusError("There are no pairs to translate.")
         self._mixture, self._pairs, self._other, self._progress = mixture, pairs, other, progress
         # Sources outside the domain are translated by the model alone, whatever the weights.
-        stores = mixture.stores_used([pair.source_text or "" for pair in other])
-        self._inside = [number for number, store in enumerate(stores) if store is not None]
+        self._inside = [number for number, outside in enumerate(_outside_domain(mixture, other)) if not outside]
         self._alone: OddsFigures | None = None
         self._other_alone: list[str] = []  # translations of the model alone
 
@@ -233,6 +234,14 @@ def is_past_best(figures: Sequence[OddsFigures]) -> bool:
     alone, *tried = figures
     worse = len(tried) > 2 and tried[-1].bleu < tried[-2].bleu < tried[-3].bleu
     return worse or not _keeps(tried[-1], alone)
+
+
+def _outside_domain(mixture: Mixture, pairs: Sequence[Document]) -> list[bool]:
+    """Return for each pair whether its source is outside the domain of the store."""
+    if not pairs or not isinstance(mixture.lm, Seq2SeqLM):
+        return [False] * len(pairs)
+    sources = Sources.read(mixture.lm, [pair.source_text or "" for pair in pairs])
+    return mixture.outside_domain(sources.states, sources.tokens).tolist()
 
 
 def _translate(mixture: Mixture, pairs: Sequence[Document], *, use_memory: bool = True) -> list[str]:

@@ -214,6 +214,8 @@ def measure_support(
     `limit` stops after the document that reaches so many tokens. The state of online weights follows a document, whose
     windows are read `batch_tokens` at a time.
     """
+    if mixture.router is not None:
+        raise ParameterError("Each of several stores has its own support: measure each alone.")
     if mixture.support is None:
         raise ParameterError("The mixture has no support of tokens. Tune the store on text of at least 256 tokens.")
     rows = []

@@ -64,7 +64,7 @@ from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import ExpertScores, OnlineConfig, choose_config, expert_log_probs
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
-from knnlm.mixture.source_domain import FEWEST_SOURCES, MAX_SOURCES, SourceDomain, Sources, sample_sources
+from knnlm.mixture.source_domain import FEWEST_SOURCES, MAX_SOURCES, SourceDomain, Sources
 from knnlm.mixture.spec import MemorySpec, parse_memories
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
@@ -160,6 +160,7 @@ def tune(
     other, others = _hold_out(other, OTHER_PAIRS * quality)
     if quality and not some:
         raise CorpusError("A third of the pairs is held out to be translated, so that at least 3 are needed.")
+    mixture.router = None  # all stores are tuned together
     specs, grid = mixture.specs, grid or Grid.of()
     reading: dict[str, Any] = {"k": max(grid.ks or KS), "batch_tokens": batch_tokens, "progress": progress}
     # Locked before the text is read, so that the time is not lost where the result cannot be saved.
@@ -214,7 +215,7 @@ def _fit_source_domain(
         return None
     given = [document.source_text or "" for document in documents][:MAX_SOURCES]
     elsewhere = [document.source_text or "" for document in other][:MAX_SOURCES]
-    own = [*given, *(text for store in mixture.stores for text in sample_sources(store))]
+    own = [*given, *(text for store in mixture.stores for text in store.catalog.sample_sources(MAX_SOURCES))]
     if (fewest := min(len(own), len(elsewhere))) < FEWEST_SOURCES:
         warnings.warn(
             f"No domain check is fitted: it needs {FEWEST_SOURCES} sources of the store's domain and of the other one, "

@@ -9,6 +9,7 @@ reads before the language, are read by the decoder and not by the memories.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin, Pre
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from knnlm.datastore.store import Datastore
 from knnlm.errors import ModelError, ParameterError
 from knnlm.generation.cache import memory_state
 from knnlm.generation.causal import BASE_FOLDER, KnnConfig, KnnForCausalLM, prompt_length
@@ -37,7 +39,16 @@ _sources: ContextVar[_Sources | None] = ContextVar("sources", default=None)
 
 _BATCH_SIZE = 32  # sources that are translated together
 _IGNORED_LABEL = -100  # of transformers
-_BY_ROW = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")  # arguments of `generate`
+# Arguments of `generate`: those with a row for each source, and those that belong to the whole batch.
+_BY_ROW = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+_OF_WHOLE_BATCH = (
+    "streamer",
+    "return_dict_in_generate",
+    "prefix_allowed_tokens_fn",
+    "logits_processor",
+    "stopping_criteria",
+    "encoder_outputs",
+)
 
 
 class KnnSeq2SeqConfig(KnnConfig):
@@ -66,6 +77,12 @@ class _Sources:
         """Return the source of each of some rows; beams and positions of one source follow one another."""
         return [self.tokens[row * len(self.tokens) // rows] for row in range(rows)]
 
+    def outside_rows(self) -> list[bool] | None:
+        """Return for each source whether it is outside the domain of the store; None: that was not checked."""
+        if self.outside is None:
+            return None
+        return self.outside[:: len(self.outside) // len(self.tokens)].tolist()
+
 
 @dataclass
 class _PairInputs:
@@ -89,6 +106,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         assert self.generation_config is not None
         self.generation_config.decoder_start_token_id = self._lm.start_tokens[0]
         self.main_input_name = self.base.main_input_name  # tokens, or the features of sounds
+        self.outside: list[bool] | None = None  # the sources of the last `generate` that the model alone translated
 
     @staticmethod
     def _check_kind(mixture: Mixture) -> None:
@@ -148,16 +166,9 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             kwargs["decoder_input_ids"] = start.expand(rows, -1).contiguous()
         if self.mixture.router is None:
             return super().generate(*args, **kwargs)
-        tokens = _source_ids(args, kwargs)
-        groups = self._by_store(tokens, kwargs.get("attention_mask"))
-        return self._generate_by_store(groups, {**kwargs, "input_ids": tokens})
-
-    def _by_store(self, tokens: Tensor | None, mask: Tensor | None) -> list[tuple[KnnForSeq2SeqLM, list[int]]]:
-        """Return the models of several stores that translate the (B, S) sources, each with the numbers of its rows."""
-        if tokens is None:
-            raise ParameterError("The tokens of the sources choose the store: pass input_ids.")
-        groups = group_rows(self.mixture.route_sources(_unpadded(tokens, mask)))
-        return [(self.with_mixture(mixture), rows) for mixture, rows in groups]
+        named = dict(zip(inspect.signature(GenerationMixin.generate).parameters, [self, *args], strict=False))
+        del named["self"]
+        return self._generate_by_store({**kwargs, **named})
 
     def with_mixture(self, mixture: Mixture) -> KnnForSeq2SeqLM:
         """Return a model with the same base model and another mixture of it."""
@@ -165,21 +176,29 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         model.mixture = mixture
         return model
 
-    def _generate_by_store(self, groups: Sequence[tuple[KnnForSeq2SeqLM, list[int]]], inputs: dict[str, Any]) -> Any:
+    def _generate_by_store(self, inputs: dict[str, Any]) -> Any:
         """Generate the rows of each store together, and return all in the order of the batch."""
-        inputs.pop("inputs", None)
+        tokens = _source_ids((inputs.pop("inputs", None),), inputs)
+        if tokens is None:
+            raise ParameterError("The tokens of the sources choose the store: pass input_ids.")
+        inputs["input_ids"] = tokens
+        if inputs.get("attention_mask") is None and self.tokenizer.pad_token_id is not None:
+            inputs["attention_mask"] = (tokens != self.tokenizer.pad_token_id).long()
+        groups = group_rows(self.mixture.route_sources(_unpadded(tokens, inputs.get("attention_mask"))))
+        if len(groups) == 1:
+            return self.with_mixture(groups[0][0]).generate(**inputs)
         config = inputs.get("generation_config") or self.generation_config
-        whole = inputs.get("streamer") or inputs.get("return_dict_in_generate", config.return_dict_in_generate)
-        if whole and len(groups) > 1:
+        inputs["return_dict_in_generate"] = inputs.get("return_dict_in_generate", config.return_dict_in_generate)
+        if refused := [name for name in _OF_WHOLE_BATCH if inputs.get(name)]:
             raise ParameterError(
-                "These sources are translated with different stores, each with its own: they can be neither streamed "
-                "nor returned with their scores. Translate the sources of each store on their own."
+                f"Different stores translate these sources, each in batches of its own, so that {refused[0]} cannot be "
+                "used. Translate the sources of each store alone."
             )
         written = [
-            model.generate(**{name: _select(name, value, rows) for name, value in inputs.items()})
-            for model, rows in groups
+            self.with_mixture(mixture).generate(**{name: _select(name, value, rows) for name, value in inputs.items()})
+            for mixture, rows in groups
         ]
-        return written[0] if len(groups) == 1 else self._joined([rows for _, rows in groups], written)
+        return self._joined([rows for _, rows in groups], written)
 
     def _joined(self, rows: Sequence[Sequence[int]], written: Sequence[Tensor]) -> Tensor:
         """Return the texts of some rows, in the order of the rows; shorter ones are padded."""
@@ -204,12 +223,14 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         """Generate; only the tokens that are given to the decoder are evidence."""
         if readable_mask is not None:
             raise ParameterError("readable_mask is for the prompts of a decoder-only model.")
-        token = _sources.set(self._sources(_source_ids(args, kwargs), kwargs.get("attention_mask")))
+        sources = self._sources(_source_ids(args, kwargs), kwargs.get("attention_mask"))
+        token = _sources.set(sources)
         try:
             with prompt_length(kwargs["decoder_input_ids"].shape[1] - len(self._lm.prefix_tokens)):
                 return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
         finally:
             _sources.reset(token)
+            self.outside = None if sources is None else sources.outside_rows()
 
     def _sources(self, tokens: Tensor | None, mask: Tensor | None) -> _Sources | None:
         """Return the sources (B, S) without padding, where something depends on them; None: unknown or not needed."""
@@ -337,7 +358,20 @@ def _select(name: str, value: Any, rows: Sequence[int]) -> Any:
     return value[list(rows)] if name in _BY_ROW and isinstance(value, Tensor) else value
 
 
-def translate(
+@dataclass(frozen=True)
+class TranslatedText:
+    """A text in the target language, and the stores that it was translated with; none: by the model alone."""
+
+    text: str
+    stores: tuple[Datastore, ...]
+
+
+def translate(mixture: Mixture, sources: Sequence[str], **settings: Any) -> list[str]:
+    """Return the translation of each source; settings are those of `translate_each`."""
+    return [each.text for each in translate_each(mixture, sources, **settings)]
+
+
+def translate_each(
     mixture: Mixture,
     sources: Sequence[str],
     *,
@@ -347,7 +381,7 @@ def translate(
     use_memory: bool = True,
     progress: Progress = silent,
     **settings: Any,
-) -> list[str]:
+) -> list[TranslatedText]:
     """Return the translation of each source, by the mixture or, without `use_memory`, by the model alone.
 
     Sources of one store and of similar length are translated together. Other settings are those of transformers'
@@ -361,26 +395,28 @@ def translate(
         raise ParameterError("translate takes a list of texts. Put the text in brackets.")
     if empty := next((number for number, text in enumerate(sources, 1) if not text.strip()), None):
         raise ParameterError(f"Text {empty} is empty: there is nothing to translate.")
-    lm, model = mixture.lm, KnnForSeq2SeqLM(mixture)
+    lm = mixture.lm
     if mixture.max_length is not None:
         max_new_tokens = min(max_new_tokens, mixture.max_length - 1)
     if seed is not None:
         torch.manual_seed(seed)
     tokens = lm.encode_sources(sources)
-    routes = [0] * len(tokens)  # a batch for several stores would be generated once for each
-    if use_memory and mixture.router is not None:
-        routes = [mixture.by_store.index(own) for own in mixture.route_sources([tuple(row) for row in tokens])]
-    order = sorted(range(len(tokens)), key=lambda number: (routes[number], -len(tokens[number])))
-    written = [""] * len(tokens)
+    found: dict[int, TranslatedText] = {}
     settings |= {"max_new_tokens": max_new_tokens, "use_memory": use_memory}
+    routed = use_memory and mixture.router is not None
+    routes = mixture.route_sources([tuple(row) for row in tokens]) if routed else [mixture] * len(tokens)
     with progress("translating", total=len(tokens), unit="texts") as advance:
-        for begin in range(0, len(order), batch_size):
-            batch = order[begin : begin + batch_size]
-            output = generate_targets(model, [tokens[number] for number in batch], **settings)
-            for number, text in zip(batch, target_texts(lm, output), strict=True):
-                written[number] = text
-            advance(len(batch))
-    return written
+        for own, rows in group_rows(routes):
+            model, stores = KnnForSeq2SeqLM(own), tuple(own.stores) if use_memory else ()
+            order = sorted(rows, key=lambda number: len(tokens[number]), reverse=True)
+            for begin in range(0, len(order), batch_size):
+                batch = order[begin : begin + batch_size]
+                output = generate_targets(model, [tokens[number] for number in batch], **settings)
+                outside = model.outside if use_memory and model.outside is not None else [False] * len(batch)
+                for number, text, alone in zip(batch, target_texts(lm, output), outside, strict=True):
+                    found[number] = TranslatedText(text, () if alone else stores)
+                advance(len(batch))
+    return [found[number] for number in range(len(tokens))]
 
 
 def generate_targets(

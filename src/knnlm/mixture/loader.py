@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from knnlm.datastore.catalog import LANGUAGE_MODEL
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.store import Datastore
-from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
+from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmWarning, ModelError, ModelMismatch, ParameterError
 from knnlm.index.base import Index
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference, token_fields
@@ -80,13 +80,15 @@ def load_mixture(
         name = options.model or language_model(store)
         lm = open_reader(store, name=name, device=options.device, dtype=options.dtype)
     loader = _Loader(store, Readers(lm), request, before)
+    if stored_weights is None and (by_store := _load_by_store(loader, specs, request)):
+        memories = [memory for own in by_store for memory in own.memories]
+        labels = [label for own in by_store for label in own.labels]
+        shared = equal_weights(memories, DEFAULTS["lambda"])
+        return LoadedMixture(loader.readers, memories, labels, shared, store, store.path, by_store=by_store)
     memories = [loader.open(spec) for spec in specs]
     weights = _weights(store, specs, memories, stored_weights, request, vocab_size=lm.vocab_size)
     tuned = {} if stored_weights is None else _tuned(stored_weights, _folder(store, request), memories, request)
-    labels = [spec.label for spec in specs]
-    if stored_weights is None and _is_plain(specs, request) and isinstance(lm, Seq2SeqLM) and not lm.reads_audio:
-        tuned["by_store"] = _load_by_store(loader, specs, memories, request)
-    return LoadedMixture(loader.readers, memories, labels, weights, store, store.path, **tuned)
+    return LoadedMixture(loader.readers, memories, [spec.label for spec in specs], weights, store, store.path, **tuned)
 
 
 def _tuned(stored: dict[str, Any], folder: Path, memories: Sequence[Memory], request: MixtureRequest) -> dict[str, Any]:
@@ -100,46 +102,46 @@ def _tuned(stored: dict[str, Any], folder: Path, memories: Sequence[Memory], req
     }
 
 
-def _is_plain(specs: Sequence[MemorySpec], request: MixtureRequest) -> bool:
-    """Whether a request leaves all settings and weights to what was tuned."""
+def _load_by_store(loader: _Loader, specs: Sequence[MemorySpec], request: MixtureRequest) -> tuple[LoadedMixture, ...]:
+    """Return a mixture of each of several stores of pairs as it was tuned alone; none and a warning if one was not."""
     overrides = (request.k, request.knn_temperature, request.lmbda, request.saved, specs[0].weight)
-    return request.use_tuned and overrides == (None,) * len(overrides)
-
-
-def _load_by_store(
-    loader: _Loader, specs: Sequence[MemorySpec], memories: Sequence[Memory], request: MixtureRequest
-) -> tuple[LoadedMixture, ...]:
-    """Return a mixture for each of several stores of pairs, as each was tuned alone; none if one was not."""
-    others = [number for number, spec in enumerate(specs) if spec.kind == "knn" and spec.path]
-    own = [number for number in range(len(specs)) if number not in others]
-    groups = [numbers for numbers in (own, *([number] for number in others)) if numbers]
-    if len(groups) < 2:
+    if not (request.use_tuned and overrides == (None,) * len(overrides)):
         return ()
-    found = [_load_alone(loader, [specs[n] for n in group], [memories[n] for n in group], request) for group in groups]
-    return tuple(each for each in found if each is not None) if None not in found else ()
+    groups: dict[str | None, list[MemorySpec]] = {}
+    for spec in specs:
+        groups.setdefault(spec.path if spec.kind in ("knn", "ngram") else None, []).append(spec)
+    if len(groups) < 2 or not isinstance(loader.lm, Seq2SeqLM) or loader.lm.reads_audio:
+        return ()
+    tuned: list[tuple[Datastore, list[MemorySpec], dict[str, Any]]] = []
+    for path, own in groups.items():
+        store, alone = loader.open_store(path), [replace(spec, path=None) if path else spec for spec in own]
+        tuning, names = load_tuning(store, alone), ",".join(spec.label for spec in alone)
+        metric = loader.options.metric
+        if tuning is None or any(metric not in (None, spec.metric) for spec in tuning.specs if spec.kind == "knn"):
+            warnings.warn(
+                f"{store.path} is not tuned with {names} alone, so that all stores share λ in equal parts. To "
+                f"translate each text with the best of the stores: knnlm tune {store.path} PAIRS --memories {names}",
+                KnnlmWarning,
+                stacklevel=2,
+            )
+            return ()
+        known = {spec.label: spec for spec in tuning.specs}
+        again = [replace(known[spec.label], path=given.path) for spec, given in zip(alone, own, strict=True)]
+        tuned.append((store, again, tuning.weights))
+    return tuple(_load_alone(loader, store, own, weights, request) for store, own, weights in tuned)
 
 
 def _load_alone(
-    loader: _Loader, specs: Sequence[MemorySpec], memories: Sequence[Memory], request: MixtureRequest
-) -> LoadedMixture | None:
-    """Return the memories of one store with what was tuned for them alone; None: nothing was."""
-    memory = memories[0]
-    store = memory.store if isinstance(memory, KnnMemory) and specs[0].path else loader.store
-    alone = [replace(spec, path=None) for spec in specs] if store is not loader.store else list(specs)
-    tuning = load_tuning(store, alone) if store.has_pairs else None
-    if tuning is None:
-        return None
-    known, changed = {spec.label: spec for spec in tuning.specs}, [copy.copy(memory) for memory in memories]
-    for spec, memory in zip(alone, changed, strict=True):
-        if isinstance(memory, KnnMemory):
-            if known[spec.label].metric != memory.metric:
-                return None
-            memory.settings = known[spec.label].settings
+    loader: _Loader, store: Datastore, specs: Sequence[MemorySpec], stored: dict[str, Any], request: MixtureRequest
+) -> LoadedMixture:
+    """Return the memories of one store with the weights that were tuned for them alone."""
+    memories = [loader.open(spec) for spec in specs]
     skip_fraction, vocab_size = request.options.skip_fraction, loader.lm.vocab_size
-    weights = load_weights(tuning.weights, store.path, changed, vocab_size=vocab_size, skip_fraction=skip_fraction)
-    tuned = _tuned(tuning.weights, store.path, changed, request)
+    weights = load_weights(stored, store.path, memories, vocab_size=vocab_size, skip_fraction=skip_fraction)
+    _check_skipping(weights, skip_fraction)
     labels = [spec.label for spec in specs]
-    return LoadedMixture(loader.readers, changed, labels, weights, store, store.path, **tuned)
+    tuned = _tuned(stored, store.path, memories, request)
+    return LoadedMixture(loader.readers, memories, labels, weights, store, store.path, **tuned)
 
 
 def _folder(store: Datastore, request: MixtureRequest) -> Path:
@@ -166,9 +168,13 @@ def _weights(
         weights = first_components(memories, 1 - sum(each), each)
     else:
         weights = equal_weights(memories, DEFAULTS["lambda"] if request.lmbda is None else request.lmbda)
-    if skip_fraction and getattr(weights, "skip", None) is None:
-        raise ParameterError("Only a gate can skip searches. Tune the store with --weights gated first.")
+    _check_skipping(weights, skip_fraction)
     return weights
+
+
+def _check_skipping(weights: Weights, fraction: float | None) -> None:
+    if fraction and getattr(weights, "skip", None) is None:
+        raise ParameterError("Only a gate can skip searches. Tune the store with --weights gated first.")
 
 
 def _choose(store: Datastore, request: MixtureRequest) -> tuple[list[MemorySpec], dict[str, Any] | None]:
@@ -229,6 +235,8 @@ class _Loader:
         self.before = before
         self.readers = readers
         self.options = request.options
+        self._stores: dict[str, Datastore] = {}  # other ones, by their paths
+        self._reuse_sources(store)
 
     @property
     def lm(self) -> CausalLM:
@@ -241,14 +249,14 @@ class _Loader:
         if spec.kind == "cache":
             return self._cache(spec)
         if spec.kind == "ngram":
-            return NgramMemory.open(self._store(spec))
+            return NgramMemory.open(self.open_store(spec.path))
         if spec.kind == "decoder":
             return self._decoder(spec)
         assert spec.kind == "output", spec.kind
         return self._output(spec)
 
     def _knn(self, spec: MemorySpec) -> KnnMemory:
-        store = self._store(spec)
+        store = self.open_store(spec.path)
         if store.window != self.store.window:
             raise ParameterError(
                 f"{store.path} was read in windows of {store.window}, but {self.store.path} in windows of "
@@ -333,8 +341,20 @@ class _Loader:
         memory.source = Source(number, memory.card.model["key_layer"], memory.card.model["layer"])
         return memory
 
-    def _store(self, spec: MemorySpec) -> Datastore:
-        return self.store if spec.path is None else Datastore.open(self._path(spec.path))
+    def open_store(self, path: str | None) -> Datastore:
+        """Return the store itself, or another one, which is opened once."""
+        if path is None:
+            return self.store
+        if path not in self._stores:
+            self._stores[path] = Datastore.open(self._path(path))
+            self._reuse_sources(self._stores[path])
+        return self._stores[path]
+
+    def _reuse_sources(self, store: Datastore) -> None:
+        """Let a store read only those sources that an earlier state of it has not read."""
+        before = (own for memory in self.before if isinstance(own := getattr(memory, "store", None), Datastore))
+        if (same := next((own for own in before if own.path == store.path), None)) is not None:
+            store.catalog.reuse_sources(same.catalog)
 
     def _path(self, path: str) -> str:
         """Return a path inside the store if it exists there, else the path itself."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from knnlm.evaluation.support import SupportFigures
     from knnlm.evaluation.trace import Trace
     from knnlm.evaluation.tune import Tuning
+    from knnlm.generation.seq2seq import TranslatedText
 
 MAX_REPEATS = 3  # of an answer whose store changes meanwhile
 
@@ -133,8 +135,6 @@ class Mixture:
         support: SupportModel | None = None,
         source_domain: SourceDomain | None = None,
         end_odds: float = 1.0,
-        by_store: Sequence[Mixture] = (),
-        router: SourceRouter | None = None,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         store: Datastore | None = None,
@@ -153,15 +153,14 @@ class Mixture:
         self.path = path or (self.store.path if self.store else None)  # that it was opened from
         self.weights = weights or equal_weights(self.memories, DEFAULTS["lambda"] if lmbda is None else lmbda)
         self.online = online  # None: without online weights
-        self.domain_check = domain_check  # in generation with online weights; see `restrict_to_domain`
         self.damping = damping  # in generation with online weights, of memories that repeat what was generated
         self.support = support  # of tokens; None: not tuned, or with other weights than the tuned ones
         self.source_domain = source_domain  # of pairs; None: sources of all domains are translated with the memories
         self.end_odds = end_odds  # factor of the odds of the end token, in translations with the memories
         # Where there is a router, each source is translated with one of the stores, by the mixture of it alone.
-        self.by_store, self.router = [copy.copy(own) for own in by_store], router
-        for own in self.by_store:
-            own.domain_check = domain_check
+        self.by_store: list[Mixture] = []
+        self.router: SourceRouter | None = None
+        self.domain_check = domain_check
         for each in self.memories:
             if isinstance(each, KnnMemory):
                 check_model(each.store, self.readers.models[each.source.reader], place=each.source)
@@ -201,25 +200,33 @@ class Mixture:
 
     @classmethod
     def _load(
-        cls, path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest, before: Sequence[Memory] = ()
+        cls, path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest, before: Mixture | None = None
     ) -> Mixture:
         for repeats in range(MAX_REPEATS, -1, -1):
             try:
-                loaded = load_mixture(path, lm, request, before)
+                loaded = load_mixture(path, lm, request, () if before is None else before.memories)
                 break
             except ShardChanged:  # between the opening of the store here and that of the shard on Ray
                 if not repeats or isinstance(path, Datastore):
                     raise
-        by_store = [cls._of(own, request) for own in loaded.by_store]
-        mixture = cls._of(loaded, request, by_store)
+        mixture = cls._of(loaded, request)
         mixture._request = request
+        if loaded.by_store:
+            by_store = [cls._of(own, request) for own in loaded.by_store]
+            mixture._route(by_store, None if before is None else before.router)
         return mixture
 
+    def _route(self, by_store: list[Mixture], router: SourceRouter | None) -> None:
+        """Translate each source with one of these mixtures; the router of a former state is kept if it fits."""
+        assert isinstance(self.lm, Seq2SeqLM)
+        stores = [own.store for own in by_store if own.store is not None]
+        self.by_store = by_store
+        self.router = router if router is not None and router.fits(stores) else SourceRouter.fit(self.lm, stores)
+
     @classmethod
-    def _of(cls, loaded: LoadedMixture, request: MixtureRequest, by_store: Sequence[Mixture] = ()) -> Mixture:
-        lm, stores = loaded.readers.models[0], [own.store for own in by_store if own.store is not None]
+    def _of(cls, loaded: LoadedMixture, request: MixtureRequest) -> Mixture:
         return cls(
-            lm,
+            loaded.readers.models[0],
             loaded.memories,
             weights=loaded.weights,
             online=loaded.online,
@@ -228,8 +235,6 @@ class Mixture:
             support=loaded.support,
             source_domain=loaded.source_domain,
             end_odds=loaded.end_odds,
-            by_store=by_store,
-            router=SourceRouter.fit(lm, stores) if by_store and isinstance(lm, Seq2SeqLM) else None,
             readers=loaded.readers,
             labels=loaded.labels,
             store=loaded.store,
@@ -240,7 +245,7 @@ class Mixture:
         """Open the store in its present state, with the same model and arguments; this mixture stays as it is."""
         if self._request is None or self.path is None:
             raise ParameterError("Only a mixture that was opened from a store can be opened again.")
-        return self._load(self.path, self.lm, self._request, self.memories)
+        return self._load(self.path, self.lm, self._request, self)
 
     def answer(
         self, action: Callable[[Mixture, Iterable[Document]], _Result], documents: Iterable[Document] = ()
@@ -271,14 +276,26 @@ class Mixture:
         after = self.reopen()
         if after.labels != self.labels:
             raise ShardChanged(f"{self.path} was changed, and has other memories now. Open it again.")
-        for name in ("weights", "online", "domain_check", "damping", "support", "source_domain", "end_odds"):
-            setattr(after, name, getattr(self, name))
         if self.router is None:
             after.by_store, after.router = [], None
+        for name in ("weights", "online", "domain_check", "damping", "support", "source_domain", "end_odds"):
+            setattr(after, name, getattr(self, name))
         for new, old in zip(after.memories, self.memories, strict=True):
             if isinstance(new, NeighbourMemory) and isinstance(old, NeighbourMemory):
                 new.settings = old.settings
         return after
+
+    @property
+    def domain_check(self) -> bool:
+        """Whether generation checks the domain of a prompt or a source; see `restrict_to_domain`, `outside_domain`."""
+        return self._domain_check
+
+    @domain_check.setter
+    def domain_check(self, check: bool) -> None:
+        self._domain_check = check
+        self.by_store = [copy.copy(own) for own in self.by_store]  # which other mixtures may have too
+        for own in self.by_store:
+            own.domain_check = check
 
     @property
     def knn(self) -> KnnMemory | None:
@@ -302,13 +319,27 @@ class Mixture:
     @property
     def lmbda(self) -> float | None:
         """λ, the sum of the memories' weights; None if it depends on the token."""
-        return sum(self.weights.values[1:]) if isinstance(self.weights, FixedWeights) else None
+        if self.router is not None or not isinstance(self.weights, FixedWeights):
+            return None
+        return sum(self.weights.values[1:])
 
     @lmbda.setter
     def lmbda(self, lmbda: float) -> None:
         self.weights, self.online = equal_weights(self.memories, lmbda), None
         self.support = self.source_domain = self.router = None
         self.end_odds = 1.0
+
+    @property
+    def weights_kind(self) -> str:
+        """The kind of the weights; of several stores that translate sources of their own, all that differ."""
+        every = [self] if self.router is None else self.by_store
+        return ", ".join(dict.fromkeys(own.weights.kind for own in every))
+
+    @property
+    def has_support(self) -> bool:
+        """Whether the support of tokens is known."""
+        every = [self] if self.router is None else self.by_store
+        return all(own.support is not None for own in every)
 
     @property
     def lm_sources(self) -> list[Source]:
@@ -493,68 +524,50 @@ class Mixture:
     @property
     def checks_sources(self) -> bool:
         """Whether translation depends on the domain of the source."""
-        if self.router is not None:
-            return any(own.checks_sources for own in self.by_store)
         return self.source_domain is not None and self.domain_check
 
     def route_sources(self, tokens: Sequence[SourceTokens]) -> list[Mixture]:
         """Return the mixture that translates each source: of several stores, that of the one it is most like.
 
-        A store that contains the source comes before others: its translation was added on purpose.
+        Stores that contain the source come before others: its translation was added on purpose.
         """
-        if self.router is None:
+        if self.router is None or not tokens:
             return [self] * len(tokens)
-        routes = self.router.nearest(tokens)
-        texts = self._source_texts(tokens)
-        for place in reversed(range(len(self.by_store))):  # the first store that contains a source
-            contained = self.by_store[place]._contains_sources(texts)
-            routes = [place if own else route for own, route in zip(contained, routes, strict=True)]
-        return [self.by_store[place] for place in routes]
+        scores = self.router.scores(tokens)  # (N, S)
+        contained = torch.tensor([own._contain_sources(tokens) for own in self.by_store]).T
+        scores = scores.masked_fill(contained.any(1, keepdim=True) & ~contained, -torch.inf)
+        return [self.by_store[place] for place in scores.argmax(1).tolist()]
+
+    def with_stores(self, by_store: Mapping[int, Mixture]) -> Mixture:
+        """Return a copy that translates each source with one of these mixtures, by the places of their stores."""
+        assert self.router is not None
+        own = copy.copy(self)
+        own.router, own.by_store = self.router.select(list(by_store)), list(by_store.values())
+        return own
 
     def outside_domain(self, states: Tensor, tokens: Sequence[SourceTokens] | None) -> Tensor:
         """Mark the (B,) sources outside the domain of a store, by (B, D) mean encoder states and tokens, if known.
 
         A source that the store contains is inside, whatever it is like: its translation was added on purpose.
         """
-        outside = torch.zeros(len(states), dtype=torch.bool, device=states.device)
-        if not self.checks_sources:
-            return outside
-        if self.router is not None and tokens is not None:
-            for own, rows in group_rows(self.route_sources(tokens)):
-                outside[rows] = own.outside_domain(states[rows], [tokens[row] for row in rows])
-            return outside
-        if self.source_domain is None:
-            return outside
+        if self.source_domain is None or not self.domain_check:
+            return torch.zeros(len(states), dtype=torch.bool, device=states.device)
         outside = ~self.source_domain.in_domain(states, tokens)
         marked = outside.nonzero()[:, 0].tolist()
         if tokens is not None and marked:
-            contained = self._contains_sources(self._source_texts([tokens[row] for row in marked]))
+            contained = self._contain_sources([tokens[row] for row in marked])
             outside[[row for row, own in zip(marked, contained, strict=True) if own]] = False
         return outside
 
-    def _source_texts(self, tokens: Sequence[SourceTokens]) -> list[str]:
-        return [str(text) for text in self.lm.tokenizer.batch_decode([*map(list, tokens)], skip_special_tokens=True)]
-
-    def _contains_sources(self, texts: Sequence[str]) -> list[bool]:
-        """Return whether one of the stores contains each text as a source."""
+    def _contain_sources(self, tokens: Sequence[SourceTokens]) -> list[bool]:
+        """Return whether one of the stores contains each source; not where its tokens do not tell all of its text."""
+        assert isinstance(self.lm, Seq2SeqLM)
+        tokenizer: Any = self.lm.tokenizer
+        longest, unknown = self.lm.max_source_length or math.inf, tokenizer.unk_token_id
+        whole = [len(row) < longest and unknown not in row for row in tokens]
+        texts = tokenizer.batch_decode([list(row) for row in tokens], skip_special_tokens=True) if tokens else []
         found = [store.catalog.contains_sources(texts) for store in self.stores]
-        return [any(own) for own in zip(*found, strict=True)] if found else [False] * len(texts)
-
-    def assign_sources(self, tokens: Sequence[SourceTokens]) -> list[Mixture | None]:
-        """Return the mixture that translates each tokenised source; None: the language model alone."""
-        routes = self.route_sources(tokens)
-        if not tokens or not self.checks_sources or not isinstance(self.lm, Seq2SeqLM):
-            return [*routes]
-        outside = self.outside_domain(self.lm.mean_source_states(tokens), tokens).tolist()
-        return [None if alone else own for own, alone in zip(routes, outside, strict=True)]
-
-    def stores_used(self, sources: Sequence[str]) -> list[Datastore | None]:
-        """Return the store that each source is translated with; None: the language model alone translates it."""
-        lm = self.lm
-        if not isinstance(lm, Seq2SeqLM) or (self.router is None and not self.checks_sources):
-            return [self.store] * len(sources)
-        assigned = self.assign_sources([tuple(row) for row in lm.encode_sources(sources)])
-        return [None if own is None else own.store for own in assigned]
+        return [own and any(each) for own, each in zip(whole, zip(*found, strict=True), strict=True)]
 
     def predict_components(
         self, context: Context, retrieved: Retrieved | None = None, *, lm: MemoryOutput | None = None
@@ -692,10 +705,14 @@ class Mixture:
 
         `progress` counts the texts.
         """
-        from knnlm.generation.seq2seq import translate
-
         settings |= {"max_new_tokens": max_new_tokens, "seed": seed}
-        return self.answer(lambda mixture, _: translate(mixture, sources, **settings))
+        return [each.text for each in self.translate_each(sources, **settings)]
+
+    def translate_each(self, sources: Sequence[str], **settings: Any) -> list[TranslatedText]:
+        """Return the translations of texts with the stores that each was made with; see `translate`."""
+        from knnlm.generation.seq2seq import translate_each
+
+        return self.answer(lambda mixture, _: translate_each(mixture, sources, **settings))
 
     def _predict_weighted(
         self, context: Context, retrieved: Retrieved | None, lm: MemoryOutput, weights: Sequence[float]

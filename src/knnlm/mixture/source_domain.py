@@ -10,7 +10,7 @@ a second logistic regression, which is fitted to what both find in folds that th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,11 @@ FOLDS = 5
 _RIDGE = 0.01  # per squared weight of a standardised dimension, beside a mean loss
 _COMBINING_RIDGE = 1e-6
 _PRIOR_TOKENS = 100.0  # that either kind of sources is smoothed with, distributed as the tokens of both
+_BIAS_RIDGE = 1e-4
 _ITERATIONS = 100
+_CUT = 16  # tokens of the texts that biases of a router are fitted to
+_FEWEST_TOKENS = 2 * FOLDS * _CUT  # of the sources of each store; with fewer of any, there are no biases
+_MAX_CHANGE = 0.2  # of the number of entries of a store, with which a router is kept
 
 
 @dataclass(frozen=True)
@@ -114,29 +118,51 @@ class SourceDomain:
         return cls(stored_tensor(tensors, "mean", (len(mean),)), weight, bias, by_token, dict(metadata))
 
 
-def sample_sources(store: Datastore) -> list[str]:
-    """Return sources of a store, evenly distributed."""
-    texts = [text for *_, text in store.catalog.source_texts()]
-    return texts[:: max(1, len(texts) // MAX_SOURCES)]
-
-
 @dataclass(frozen=True)
 class SourceRouter:
-    """Naive Bayes over the tokens of sources: which of several stores of pairs a source is most like."""
+    """Naive Bayes over the tokens of sources: which of several stores of pairs a source is most like.
 
-    token_logs: Tensor  # (S, V) log p(token | store); a token that no store has counts 0
+    Of stores with few or short sources, more tokens are unknown, and an unknown token is the most probable in the
+    smallest store. So a bias of each token is fitted to what naive Bayes finds of stored sources that it was not fitted
+    to, and a scale.
+    """
+
+    token_logs: Tensor  # (S, V) log p(token | store); a token beyond V counts 0
+    scale: float
+    biases: Tensor  # (S,) of each token
+    entries: tuple[int, ...]  # of each store, when this was fitted
 
     @classmethod
     def fit(cls, lm: Seq2SeqLM, stores: Sequence[Datastore]) -> SourceRouter:
-        """Count the tokens of sources of each store."""
-        rows = [lm.encode_sources(texts) if (texts := sample_sources(store)) else [] for store in stores]
+        """Fit to a sample of the sources of each store."""
+        samples = [store.catalog.sample_sources(MAX_SOURCES) for store in stores]
+        rows = [[tuple(row) for row in lm.encode_sources(texts)] if texts else [] for texts in samples]
         size = 1 + max((max(row) for own in rows for row in own if row), default=0)
-        return cls(_smoothed_logs(torch.stack([_count_tokens(own, size) for own in rows])))
+        counts = torch.stack(  # (folds, S, V)
+            [torch.stack([_count_tokens(own[fold::FOLDS], size) for own in rows]) for fold in range(FOLDS)]
+        )
+        scale, biases = 1.0, torch.zeros(len(stores), dtype=torch.float64)
+        if min(sum(map(len, own)) for own in rows) >= _FEWEST_TOKENS:
+            scale, biases = _fit_biases(counts, rows)
+        return cls(_smoothed_logs(counts.sum(0)), scale, biases, tuple(store.entry_count for store in stores))
 
-    def nearest(self, tokens: Sequence[SourceTokens]) -> list[int]:
-        """Return the number of the store whose sources each of N sources is most like; of equals, the first."""
-        scores = torch.stack([_sum_weights(own, tokens) for own in self.token_logs], 1)  # (N, S)
-        return scores.argmax(1).tolist()
+    def scores(self, tokens: Sequence[SourceTokens]) -> Tensor:
+        """Return the (N, S) log-odds with which N sources are those of each store, up to a constant of each source."""
+        found = torch.stack([_sum_weights(own, tokens) for own in self.token_logs], 1)
+        lengths = torch.tensor([len(row) for row in tokens], dtype=torch.float64)
+        return self.scale * (found + lengths[:, None] * self.biases)
+
+    def select(self, places: Sequence[int]) -> SourceRouter:
+        """Return the choice among some of the stores."""
+        entries = tuple(self.entries[place] for place in places)
+        return SourceRouter(self.token_logs[list(places)], self.scale, self.biases[list(places)], entries)
+
+    def fits(self, stores: Sequence[Datastore]) -> bool:
+        """Whether stores that have changed since are still about as large."""
+        return len(stores) == len(self.entries) and all(
+            abs(store.entry_count - before) <= _MAX_CHANGE * before
+            for store, before in zip(stores, self.entries, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -175,6 +201,40 @@ def _out_of_fold(
         combined = _fit(found[~outside], labels[~outside], _COMBINING_RIDGE)
         passes[outside] = _logits(found[outside], *combined) >= 0
     return found, passes
+
+
+def _fit_biases(counts: Tensor, rows: Sequence[Sequence[SourceTokens]]) -> tuple[float, Tensor]:
+    """Return a scale and the (S,) biases of a token, given the (folds, S, V) counts of tokens in the sources of stores.
+
+    The sources of a fold are joined and cut into texts of equal length: which store has longer sources depends little
+    on their domains. Every store counts the same, whatever its number of sources.
+    """
+    found, labels = list[Tensor](), list[int]()
+    for fold in range(FOLDS):
+        logs = _smoothed_logs(counts.sum(0) - counts[fold])
+        texts = [_cut(own[fold::FOLDS]) for own in rows]
+        some = [text for own in texts for text in own]
+        found.append(torch.stack([_sum_weights(own, some) for own in logs], 1))
+        labels += [place for place, own in enumerate(texts) for _ in own]
+    scores, target = torch.cat(found), torch.tensor(labels)
+    scores = scores - scores.mean(1, keepdim=True)
+    balance = 1 / torch.bincount(target, minlength=len(rows)).double()[target] / len(rows)
+    values = torch.zeros(1 + len(rows), dtype=torch.float64, requires_grad=True)  # the logarithm of the scale first
+
+    def loss() -> Tensor:
+        logits = values[0].exp() * (scores + _CUT * values[1:])
+        losses = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+        return (balance * losses).sum() + _BIAS_RIDGE * values.square().sum()
+
+    _minimise(values, loss)
+    fitted = values.detach()
+    return float(fitted[0].exp()), fitted[1:]
+
+
+def _cut(rows: Sequence[SourceTokens]) -> list[SourceTokens]:
+    """Join some sources, and cut them into texts of equal length; what is left over is dropped."""
+    joined = [token for row in rows for token in row]
+    return [tuple(joined[begin : begin + _CUT]) for begin in range(0, len(joined) - _CUT + 1, _CUT)]
 
 
 def _log_ratios(tokens: Sequence[SourceTokens], labels: Tensor, mask: Tensor) -> Tensor:
@@ -219,20 +279,28 @@ def _fit(states: Tensor, labels: Tensor, ridge: float) -> tuple[Tensor, Tensor, 
     inputs = (states - mean) * scale
     balance = torch.where(labels == 1, 0.5 / labels.sum(), 0.5 / (1 - labels).sum())
     values = torch.zeros(states.shape[1] + 1, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.LBFGS([values], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
-        optimiser.zero_grad()
         losses = torch.nn.functional.binary_cross_entropy_with_logits(
             inputs @ values[:-1] + values[-1], labels, reduction="none"
         )
-        total: Tensor = (balance * losses).sum() + ridge * values[:-1].square().sum()
+        return (balance * losses).sum() + ridge * values[:-1].square().sum()
+
+    if not math.isfinite(_minimise(values, loss)):
+        raise ParameterError("The states of the sources are not finite.")
+    fitted = values.detach()
+    return mean, fitted[:-1] * scale, fitted[-1]
+
+
+def _minimise(values: Tensor, loss: Callable[[], Tensor]) -> float:
+    """Change values so that a loss becomes smallest, and return it as it was at first."""
+    optimiser = torch.optim.LBFGS([values], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+
+    def step() -> Tensor:
+        optimiser.zero_grad()
+        total = loss()
         total.backward()
         return total
 
     with torch.enable_grad():
-        found = float(optimiser.step(loss).detach())
-    if not math.isfinite(found):
-        raise ParameterError("The states of the sources are not finite.")
-    fitted = values.detach()
-    return mean, fitted[:-1] * scale, fitted[-1]
+        return float(optimiser.step(step).detach())

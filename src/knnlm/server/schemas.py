@@ -295,9 +295,9 @@ class Provenance(BaseModel):
     """The tokens with their sources; `id` names the trace, which can be rescored with at most `k` neighbours.
 
     `supported_share` is the share of the tokens with a support of at least 0.5, and `low_support` whether support fell
-    below the request's min_support. `memory` is whether a source was translated with the memories: not outside their
-    domain. `missing_shards` names the shards that a search on Ray has lacked. In a stream, all of them are in the last
-    chunk.
+    below the request's min_support. `memory` is false for a translation without the memories: they are off, or the
+    source is outside their domain. `missing_shards` names the shards that a search on Ray has lacked. In a stream, all
+    of them are in the last chunk.
     """
 
     id: str
@@ -368,7 +368,7 @@ class ChatResponse(BaseModel):
 
 
 class Translation(BaseModel):
-    """One translation; `memory`: with the memories, `knnlm`: null if its tokens were not requested."""
+    """One translation; `memory` is whether the memories were used, and `knnlm` is null if no tokens were requested."""
 
     index: int
     text: str

@@ -195,8 +195,8 @@ class Service:
                 "language_model": mixture.lm.name,
                 "memories": mixture.labels,
                 "lambda": mixture.lmbda,
-                "weights": mixture.weights.kind,
-                "support": mixture.support is not None,
+                "weights": mixture.weights_kind,
+                "support": mixture.has_support,
                 "k": None if knn is None else knn.k,
                 "knn_temperature": None if knn is None else knn.knn_temperature,
                 "keys": None if knn is None else knn.store.key_count,
@@ -300,7 +300,8 @@ class Service:
         if body.k is not None and body.k > max_k:
             raise ParameterError(f"k can be {max_k:,} at most: no more neighbours were retrieved.")
         changes = MemoryOverrides(lmbda=body.lmbda, k=body.k, knn_temperature=body.knn_temperature)
-        rescored = await self._run_limited(self._read_slots, rescore, self.scheduler.mixtures, trace, changes)
+        mixtures = self.scheduler.mixtures.of_store(trace.overrides.memories)
+        rescored = await self._run_limited(self._read_slots, rescore, mixtures, trace, changes)
         return ScoredText(body.id, max_k, rescored, tuple(sorted(trace.missing_shards)))
 
     async def neighbours(self, body: NeighboursRequest) -> dict[str, Any]:
@@ -414,7 +415,7 @@ class Service:
         shown = body.sources > 0 or not (logprobs is None or logprobs is False)
         if asked:
             mixture = self.scheduler.mixtures.get(overrides_of(body.memory))
-            if mixture is None or mixture.support is None:
+            if mixture is None or not mixture.has_support:
                 name = "min_support" if body.min_support is not None else "support"
                 raise Unsupported(name, "the store was not tuned with support, or memory settings are not as tuned.")
         return bool(asked or (shown and body.support is not False))
@@ -498,16 +499,7 @@ class Service:
 
     def _max_k(self, overrides: MemoryOverrides) -> int:
         """Return the number of neighbours that rescoring a text with these overrides can use."""
-        mixtures = self.scheduler.mixtures
-        mixture, adjustable = mixtures.get(overrides), mixtures.adjustable
-        if mixture is None or adjustable is None:
-            return 0
-        label = self.mixture.labels[adjustable]
-        if label not in mixture.labels:
-            return 0
-        memory: Any = mixture.memories[mixture.labels.index(label)]
-        base: Any = self.mixture.memories[adjustable]
-        return max(int(memory.max_k), int(base.max_k))
+        return self.scheduler.mixtures.of_store(overrides.memories).max_k(overrides)
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], bool]:
         """Return the tokens of a prompt after the start token, and whether the start token was added."""

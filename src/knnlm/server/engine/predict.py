@@ -47,13 +47,15 @@ class MixtureCache:
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
         self.adjustable = _adjustable(mixture)
+        self.stores = [MixtureCache(own) for own in mixture.by_store] if mixture.router is not None else []
         self._mixtures: OrderedDict[MemoryOverrides, Mixture] = OrderedDict()
         self._lock = Lock()
 
     def get(self, overrides: MemoryOverrides) -> Mixture | None:
         """Return the mixture of overrides, None if memories are off; raise ParameterError for unknown memories."""
-        if overrides.off:
-            return None
+        return None if overrides.off else self._get(overrides)
+
+    def _get(self, overrides: MemoryOverrides) -> Mixture:
         with self._lock:
             if overrides not in self._mixtures:
                 self._mixtures[overrides] = self._build(overrides)
@@ -62,6 +64,27 @@ class MixtureCache:
             self._mixtures.move_to_end(overrides)
             return self._mixtures[overrides]
 
+    def max_k(self, overrides: MemoryOverrides) -> int:
+        """Return how many neighbours rescoring can use, of several stores that of any; 0: k cannot be changed."""
+        if self.stores and not overrides.off:
+            return min((own.max_k(each) for own, each in self._by_store(overrides).values()), default=0)
+        mixture = self.get(overrides)
+        if mixture is None or self.adjustable is None:
+            return 0
+        label = self.mixture.labels[self.adjustable]
+        if label not in mixture.labels:
+            return 0
+        memory, base = mixture.memories[mixture.labels.index(label)], self.mixture.memories[self.adjustable]
+        assert isinstance(memory, NeighbourMemory)
+        assert isinstance(base, NeighbourMemory)
+        return max(memory.max_k, base.max_k)
+
+    def of_store(self, memories: tuple[str, ...] | None) -> MixtureCache:
+        """Return the mixtures of one of several stores, if all of these memories are its own; else these."""
+        if memories is None:
+            return self
+        return next((own for own in self.stores if set(memories) <= set(own.mixture.labels)), self)
+
     def _build(self, overrides: MemoryOverrides) -> Mixture:
         base = self.mixture
         if unknown := [name for name in overrides.memories or () if name not in base.labels]:
@@ -69,10 +92,9 @@ class MixtureCache:
         chosen = [n for n, label in enumerate(base.labels) if overrides.memories is None or label in overrides.memories]
         if not chosen:
             raise ParameterError('The list of memories is empty. To use none, send "off": true.')
-        checked = base.domain_check if overrides.domain_check is None else overrides.domain_check
-        if _as_tuned(overrides) and (alone := _of_one_store(base, chosen)) is not None:
-            alone.domain_check = checked
-            return alone
+        if self.stores:
+            found = {place: own._get(each) for place, (own, each) in self._by_store(overrides).items()}
+            return next(iter(found.values())) if len(found) == 1 else base.with_stores(found)
         memories = [self._memory(number, overrides) for number in chosen]
         weights = self._weights(overrides, chosen, memories)
         as_tuned = len(chosen) == len(base.memories) and _as_tuned(overrides)
@@ -85,15 +107,23 @@ class MixtureCache:
             support=base.support if as_tuned else None,
             source_domain=base.source_domain if _as_tuned(overrides) else None,
             end_odds=base.end_odds if as_tuned else 1.0,
-            by_store=base.by_store if as_tuned else (),
-            router=base.router if as_tuned else None,
-            domain_check=checked,
+            domain_check=base.domain_check if overrides.domain_check is None else overrides.domain_check,
             damping=base.damping,
             readers=base.readers,
             labels=[base.labels[number] for number in chosen],
             store=base.store,
             path=base.path,
         )
+
+    def _by_store(self, overrides: MemoryOverrides) -> dict[int, tuple[MixtureCache, MemoryOverrides]]:
+        """Return the stores whose memories are used, by their places, each with the overrides of its own memories."""
+        found = {}
+        for place, own in enumerate(self.stores):
+            labels = own.mixture.labels
+            chosen = tuple(label for label in labels if overrides.memories is None or label in overrides.memories)
+            if chosen:
+                found[place] = own, replace(overrides, memories=chosen)
+        return found
 
     def _memory(self, number: int, overrides: MemoryOverrides) -> Memory:
         memory = self.mixture.memories[number]
@@ -122,12 +152,6 @@ class MixtureCache:
         if len(chosen) == len(base.memories) and (overrides.k, overrides.knn_temperature) == (None, None):
             return base.weights
         return equal_weights(memories, DEFAULTS["lambda"])
-
-
-def _of_one_store(mixture: Mixture, memories: Sequence[int]) -> Mixture | None:
-    """Return a copy of the mixture of one of several stores whose memories these are; None: they are others."""
-    labels = {mixture.labels[number] for number in memories}
-    return next((copy.copy(own) for own in mixture.by_store if mixture.router and set(own.labels) == labels), None)
 
 
 def _as_tuned(overrides: MemoryOverrides) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -21,11 +22,10 @@ from knnlm.generation.seq2seq import KnnForSeq2SeqLM, generate_targets, target_t
 from knnlm.lm.detokenizer import token_texts
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.base import Source
-from knnlm.mixture.mixture import MAX_REPEATS, Mixture
-from knnlm.server.engine.predict import ForwardResult, MixtureCache, PositionRequest, predict_batch
+from knnlm.mixture.mixture import MAX_REPEATS, Mixture, group_rows
+from knnlm.server.engine.predict import ForwardResult, PositionRequest, predict_batch
 from knnlm.server.engine.requests import (
     FinishEvent,
-    MemoryOverrides,
     RequestHandle,
     ScoredToken,
     TokensEvent,
@@ -55,6 +55,24 @@ class _AbortableModel(KnnForSeq2SeqLM):
         if self.aborted():
             raise _Aborted
         return super()._run_base(**inputs)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The targets of a request, one for each copy, and the mixture that wrote them; None: the model alone did."""
+
+    request: TranslationRequest
+    targets: list[list[int]]
+    mixture: Mixture | None
+
+    def as_translated(self, *, by_store: bool) -> TranslationRequest:
+        """Return the request with the settings of its translation: no memories or, `by_store`, those of one store."""
+        overrides = self.request.overrides
+        if self.mixture is None:
+            overrides = replace(overrides, off=True)
+        elif by_store:
+            overrides = replace(overrides, memories=tuple(sorted(self.mixture.labels)))
+        return replace(self.request, overrides=overrides)
 
 
 class Translator(Scheduler):
@@ -171,33 +189,34 @@ class Translator(Scheduler):
             return
         requests = [cast(TranslationRequest, handle.request) for handle in handles]
         began = time.perf_counter()
-        used = self._used_mixtures(requests)
-        targets = iter(self._generate(requests))
+        written = self._generate_all(requests)
         self.forward_seconds += time.perf_counter() - began
         self.tokens_read += sum(len(request.source) for request in requests)
-        for handle, request, mixture in zip(handles, requests, used, strict=True):
-            own = [next(targets) for _ in range(request.copies)]
-            self.tokens_generated += sum(map(len, own))
+        for handle, own in zip(handles, written, strict=True):
+            self.tokens_generated += sum(map(len, own.targets))
             if not handle.cancelled:
-                for copy, target in enumerate(own):
-                    self._emit_translation(handle, request.first_choice + copy, target, mixture)
+                for copy, target in enumerate(own.targets):
+                    self._emit_translation(handle, own, copy, target)
                 self.mean_seconds += 0.1 * (time.monotonic() - handle.submitted - self.mean_seconds)
 
-    def _used_mixtures(self, requests: Sequence[TranslationRequest]) -> list[Mixture | None]:
-        """Return the mixture that translates the source of each request; None: the language model alone does."""
+    def _generate_all(self, requests: Sequence[TranslationRequest]) -> list[_Written]:
+        """Return the targets of requests; the sources of one store are translated together."""
         mixture = self.mixtures.get(requests[0].overrides)
         if mixture is None:
-            return [None] * len(requests)
-        return mixture.assign_sources([tuple(request.source) for request in requests])
+            return self._generate(requests, None)
+        found: dict[int, _Written] = {}
+        for own, rows in group_rows(mixture.route_sources([tuple(request.source) for request in requests])):
+            found |= zip(rows, self._generate([requests[row] for row in rows], own), strict=True)
+        return [found[row] for row in range(len(requests))]
 
-    def _generate(self, requests: Sequence[TranslationRequest]) -> list[list[int]]:
-        """Return the targets of all copies of all requests, each up to its end token."""
+    def _generate(self, requests: Sequence[TranslationRequest], mixture: Mixture | None) -> list[_Written]:
+        """Return the targets of all copies of requests by one mixture, each up to its end token."""
         first, lm = requests[0], self._lm
         settings: dict[str, Any] = {"num_beams": self.beams(first)}
         sources = [list(request.source) for request in requests for _ in range(request.copies)]
         if first.temperature > GREEDY_TEMPERATURE:
             settings |= {"do_sample": True, "temperature": first.temperature, "top_p": first.top_p, "top_k": 0}
-        mixture, model = self.mixtures.get(first.overrides), cast(KnnForSeq2SeqLM, self.model)
+        model = cast(KnnForSeq2SeqLM, self.model)
         if mixture is None:
             settings["stopping_criteria"] = [self._stop_rows]
         else:
@@ -205,12 +224,21 @@ class Translator(Scheduler):
         with torch.random.fork_rng([lm.device] if lm.device.type == "cuda" else [], enabled=first.seed is not None):
             if first.seed is not None:
                 torch.manual_seed(first.seed)
-            written = generate_targets(
+            output = generate_targets(
                 model, sources, max_new_tokens=first.max_tokens, use_memory=mixture is not None, **settings
             )
         if mixture is None and self._aborted():
             raise _Aborted
-        return [_until_end(target, self._eos, lm.tokenizer.pad_token_id) for target in written]
+        targets = iter(_until_end(target, self._eos, lm.tokenizer.pad_token_id) for target in output)
+        outside = iter([mixture is None] * len(sources) if model.outside is None else model.outside)
+        return [
+            _Written(
+                request,
+                [next(targets) for _ in range(request.copies)],
+                None if any(list(islice(outside, request.copies))) else mixture,
+            )
+            for request in requests
+        ]
 
     def _stop_rows(self, tokens: Tensor, _: Any, **__: Any) -> Tensor:
         """Return whether each row of the language model alone is to end."""
@@ -220,15 +248,14 @@ class Translator(Scheduler):
     def _lm(self) -> Seq2SeqLM:
         return cast(Seq2SeqLM, self.mixture.lm)
 
-    def _emit_translation(self, handle: RequestHandle, choice: int, target: list[int], mixture: Mixture | None) -> None:
+    def _emit_translation(self, handle: RequestHandle, written: _Written, copy: int, target: list[int]) -> None:
         """Emit the tokens and the end of one translation; a request whose tokens cannot be scored fails alone."""
-        request = cast(TranslationRequest, handle.request)
+        request = written.as_translated(by_store=self.mixture.router is not None)
+        choice = request.first_choice + copy
         trace = self.traces.begin(request.overrides) if request.scored else None
         shown = target[:-1] if target and target[-1] in self._eos else target
         try:
-            tokens = (
-                self._score(request, target, mixture)[: len(shown)] if request.scored and shown else _unscored(shown)
-            )
+            tokens = self._score(request, target)[: len(shown)] if request.scored and shown else _unscored(shown)
         except _Aborted:
             raise
         except Exception as error:
@@ -248,7 +275,7 @@ class Translator(Scheduler):
         if tokens:
             self.events.add(handle, TokensEvent(choice, trace_id, tokens), urgent=True)
         missing = tuple(sorted(self._missing))
-        reason, memory = self._reason(request, target), mixture is not None
+        reason, memory = self._reason(request, target), written.mixture is not None
         event = FinishEvent(choice, trace_id, reason, len(target), missing_shards=missing, memory=memory)
         self.events.add(handle, event, urgent=True)
         if request.scored:  # scoring the next one takes time
@@ -260,16 +287,13 @@ class Translator(Scheduler):
         ended = bool(target) and target[-1] in self._eos and not (forced and len(target) >= request.max_tokens)
         return "stop" if ended else "length"
 
-    def _score(self, request: TranslationRequest, target: list[int], mixture: Mixture | None) -> list[ScoredToken]:
+    def _score(self, request: TranslationRequest, target: list[int]) -> list[ScoredToken]:
         """Return the tokens of a target with their probabilities and sources, as they were when each was generated.
 
         The odds of the end token are those of the mixture, before they are multiplied.
         """
-        model, mixtures = cast(KnnForSeq2SeqLM, self.model), self.mixtures
-        if mixture is None:
-            request = replace(request, overrides=replace(request.overrides, off=True))
-        elif mixture is not mixtures.get(request.overrides):  # that of one of several stores
-            request, mixtures = replace(request, overrides=MemoryOverrides()), MixtureCache(mixture)
+        model, mixtures = cast(KnnForSeq2SeqLM, self.model), self.mixtures.of_store(request.overrides.memories)
+        if (mixture := mixtures.get(request.overrides)) is not None:
             model = model.with_mixture(mixture)
         logits, context = model.read_target(self._lm.pad_sources([list(request.source)]), target)
         positions = [
