@@ -159,6 +159,29 @@ def test_perplexity_and_transcripts_are_those_of_brute_force(
     assert again.tolist() == together.tolist()
 
 
+def test_second_model_reads_the_sounds_too(lm: SpeechLM, documents: list[Document], tmp_path: Path) -> None:
+    build(documents[:4], tmp_path / "s", lm=lm)
+    for part in (tiny("whisper", seed=1), whisper_tokenizer(), whisper_extractor()):
+        part.save_pretrained(tmp_path / "decoder")
+    mixture = Mixture.open(tmp_path / "s", lm, memories=f"decoder={tmp_path / 'decoder'}:0.6")
+    decoder = mixture.readers.models[1]
+    assert isinstance(decoder, SpeechLM)
+    model = KnnForSeq2SeqLM(mixture)
+    paths = [str(document.source_text) for document in documents[3:6]]
+    inputs = lm.pad_sources(lm.encode_sources(paths))
+    together = model.generate(**inputs, max_new_tokens=5)
+    for number, path in enumerate(paths):
+        written = list(START)
+        for _ in range(5):
+            p_lm, p_decoder = (plain(each, path, written)[1][-1] for each in (lm, decoder))
+            written.append(int((0.4 * p_lm + 0.6 * p_decoder).argmax()))
+            if written[-1] == 0:
+                break
+        assert together[number].tolist()[: len(written)] == written
+    without = model.generate(**inputs, max_new_tokens=5, use_cache=False)
+    assert without.tolist() == together.tolist()
+
+
 @pytest.mark.parametrize(("size", "channels"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_samples_of_every_width_are_read(lm: SpeechLM, tmp_path: Path, size: int, channels: int) -> None:
     sound = samples(2)

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from knnlm.errors import ModelError
 from knnlm.generation.speculation import crops_caches
 from knnlm.lm.causal import CausalLM, eval_mode
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.shared import BLOCK_INPUT, TopLM
 from knnlm.memories.base import LOGITS, Context, Origin, Source, Span
 from knnlm.mixture.layer import OnlineLayer
@@ -65,11 +66,14 @@ class MemoryState:
     # which components abstain, and M.
     pending: _HistoryLayer = field(default_factory=_HistoryLayer)
     # By the reader's number and the first of its blocks that run: not 0 where it shares those before with the model.
-    reader_caches: dict[tuple[int, int], DynamicCache] = field(default_factory=dict)
+    reader_caches: dict[tuple[int, int], Cache] = field(default_factory=dict)
 
     def attach(self, cache: Cache) -> None:
-        """Append the layers that the cache does not have yet."""
-        own = [layer for reader_cache in self.reader_caches.values() for layer in reader_cache.layers]
+        """Append the layers that the cache does not have yet.
+
+        Layers over a source stay where they are: beams change places with those of the same source only.
+        """
+        own = [layer for reader_cache in self.reader_caches.values() for layer in text_cache(reader_cache).layers]
         online = [layer for layer in (self.online, self.pending) if layer.is_initialized]
         layers = [self.tokens, *self.keys.values(), *online, *own]
         present = {id(layer) for layer in cache.layers}
@@ -86,6 +90,13 @@ class ForwardStep:
     positions: Tensor | None
     kept: slice | Tensor  # which of the T positions are predicted
     origins: Tensor | None = None  # (B, T) of the tokens; None: all are given
+    # By the number of a reader with an encoder, what its decoder reads of the (B,) sources.
+    encoded: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def text_cache(cache: Any) -> Any:
+    """Return the part of a cache that grows with the text, and that carries the state of the memories."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def refuse_static(cache: Any) -> None:
@@ -133,7 +144,8 @@ def advance(
         if reader:
             past = _reader_cache(state, reader, model) if isinstance(cache, Cache) else None
             trunk = keys[trunk_of(model)] if isinstance(model, TopLM) else None
-            others, logits = _run_reader(mixture, model, places, step, past=past, trunk=trunk)
+            inputs = _reader_inputs(model, step, step.encoded.get(reader), past=past, trunk=trunk)
+            others, logits = _run_reader(mixture, model, places, inputs, length=step.tokens.shape[1])
             every |= others
             states |= {source: own[:, step.kept].flatten(0, 1) for source, own in others.items()}
             if wants_logits:
@@ -151,7 +163,7 @@ def advance(
     return Context(states, spans_of(state, step, mixture.layer) if mixture.needs_tokens else ())
 
 
-def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> DynamicCache:
+def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> Cache:
     place = (reader, model.first if isinstance(model, TopLM) else 0)
     if place not in state.reader_caches:
         if any(number == reader for number, _ in state.reader_caches):
@@ -159,38 +171,47 @@ def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> DynamicCa
                 f"The cache was filled while {model.name} ran with other blocks: the model was switched between "
                 "training and evaluation. Start with an empty cache."
             )
-        state.reader_caches[place] = DynamicCache(config=model.model.config)
+        own = DynamicCache(config=model.model.config)
         if crops_caches():
-            state.reader_caches[place].activate_past_recording()
+            own.activate_past_recording()
+        state.reader_caches[place] = EncoderDecoderCache(own, DynamicCache()) if model.has_encoder else own
     return state.reader_caches[place]
 
 
-def _run_reader(
-    mixture: Mixture,
+def _reader_inputs(
     model: CausalLM,
-    places: Sequence[Source],
     step: ForwardStep,
+    encoded: Mapping[str, Any] | None,
     *,
-    past: DynamicCache | None,
+    past: Cache | None,
     trunk: Tensor | None,  # (B, T, D) states of the language model that stand for the tokens
-) -> tuple[dict[Source, Tensor], Tensor]:
-    """Run another reader over the new tokens, and return its (B, T, D) keys and (B, T, V) logits."""
+) -> dict[str, Any]:
+    """Return what another reader reads at a step."""
     accepted = _arguments(type(model.model).forward)
-    offered: dict[str, Any] = {
-        "attention_mask": step.mask,
-        "position_ids": step.positions,
-        "past_key_values": past,
-        "use_cache": past is not None,
-    }
-    inputs = {name: value for name, value in offered.items() if name in accepted and value is not None}
+    offered: dict[str, Any] = {"past_key_values": past, "use_cache": past is not None}
+    if isinstance(model, Seq2SeqLM):
+        assert encoded is not None
+        begins = past is None or not past.get_seq_length()
+        prefix = step.tokens.new_tensor(model.prefix_tokens if begins else ()).expand(len(step.tokens), -1)
+        text = {"decoder_input_ids": torch.cat([prefix, step.tokens], 1), **encoded}
+    else:
+        offered |= {"attention_mask": step.mask, "position_ids": step.positions}
+        text = {"input_ids": step.tokens} if trunk is None else {"inputs_embeds": trunk}
+    return text | {name: value for name, value in offered.items() if name in accepted and value is not None}
+
+
+def _run_reader(
+    mixture: Mixture, model: CausalLM, places: Sequence[Source], inputs: Mapping[str, Any], *, length: int
+) -> tuple[dict[Source, Tensor], Tensor]:
+    """Run another reader, and return its (B, T, D) keys and (B, T, V) logits at the last `length` positions."""
     # Switching every module to evaluation takes as long as one block of a small model, so only where it is needed.
     mode = eval_mode(model.model) if model.model.training else nullcontext()
     with mode, ExitStack() as hooks:
         layers = [mixture.readers.layer(source, model) for source in places]
         captured = [hooks.enter_context(layer.capture()) for layer in layers]
-        text = {"input_ids": step.tokens} if trunk is None else {"inputs_embeds": trunk}
-        output = model.model(return_dict=True, **text, **inputs)
-    return {source: own[-1].float() for source, own in zip(places, captured, strict=True)}, output.logits
+        output = model.model(return_dict=True, **inputs)
+    keys = {source: own[-1][:, -length:].float() for source, own in zip(places, captured, strict=True)}
+    return keys, output.logits[:, -length:]
 
 
 @lru_cache(maxsize=16)

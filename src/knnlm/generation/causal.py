@@ -49,6 +49,7 @@ from knnlm.generation.cache import (
     memory_state,
     refuse_static,
     spans_of,
+    text_cache,
     text_mask,
 )
 from knnlm.generation.draft import MAX_DRAFT, Drafter
@@ -199,11 +200,6 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         """Return the configuration of a mixture."""
         return _config(mixture, cls.config_class)
 
-    @staticmethod
-    def _state_cache(cache: Any) -> Any:
-        """Return the part of a cache that carries the state of the memories."""
-        return cache
-
     @property
     def _keeps_state(self) -> bool:
         """Whether generation keeps the texts so far beside the cache of the base model."""
@@ -215,13 +211,13 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
 
     def _text_length(self, cache: Any) -> int:
         """Return how many tokens of the texts a cache contains; raise an error for a cache of a fixed size."""
-        refuse_static(self._state_cache(cache))
+        refuse_static(text_cache(cache))
         # A copy: the forward pass may change a length that is a tensor.
         return int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
 
     def _filled_cache(self, output: Any) -> Any:
         """Return that part of the cache in the base model's output."""
-        return self._state_cache(getattr(output, "past_key_values", None))
+        return text_cache(getattr(output, "past_key_values", None))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -402,6 +398,10 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
             output["loss"] = torch.nn.functional.cross_entropy(log_p[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return cast(ModelOutput, output)
 
+    def _encoded(self, rows: int, **inputs: Any) -> dict[int, dict[str, Any]]:  # noqa: ARG002  (for subclasses)
+        """Return what other readers with an encoder read of the sources of this many texts; here there are none."""
+        return {}
+
     def _outside_domain(self, shape: torch.Size, **inputs: Any) -> Tensor | None:  # noqa: ARG002  (for subclasses)
         """Mark the positions of (B, T, V) logits whose source is outside the domain; None: there are no sources."""
         return None
@@ -456,7 +456,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         }
         inputs = {name: value for name, value in named.items() if name in self._base_arguments and value is not None}
         # Before the forward pass, because the base model fills the cache.
-        state = memory_state(self._state_cache(past_key_values)) if keep_state else None
+        state = memory_state(text_cache(past_key_values)) if keep_state else None
         locates = state is None and self.mixture.needs_positions
         before = self._text_length(past_key_values) if locates else 0
         if input_ids is None and self.mixture.needs_tokens:
@@ -477,7 +477,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
             if origins is None and (prompts := _prompts.get()) is not None:
                 origins = prompts.origins(input_ids, state.tokens.get_seq_length())
             mask = text_mask(attention_mask, len(input_ids))
-            step = ForwardStep(input_ids, mask, position_ids, kept, origins)
+            step = ForwardStep(input_ids, mask, position_ids, kept, origins, self._encoded(len(input_ids), **others))
             context = advance(self.mixture, step, keys, state=state, cache=self._filled_cache(output))
         states = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
         return output, replace(context, states=states), state, step
@@ -489,7 +489,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         if not isinstance(logits_to_keep, int):
             return 0
         new = input_ids.shape[1]
-        before = memory_state(self._state_cache(cache)).tokens.get_seq_length()
+        before = memory_state(text_cache(cache)).tokens.get_seq_length()
         prompts = _prompts.get()
         if not logits_to_keep or new == 1 or (prompts is not None and before >= prompts.length):
             return logits_to_keep

@@ -21,17 +21,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin, PreTrainedConfig
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ModelError, ParameterError
-from knnlm.generation.cache import memory_state
+from knnlm.generation.cache import memory_state, text_cache
 from knnlm.generation.causal import BASE_FOLDER, KnnConfig, KnnForCausalLM, prompt_length
+from knnlm.lm.causal import eval_mode
 from knnlm.lm.seq2seq import Seq2SeqLM, mean_states
 from knnlm.lm.speech import SpeechLM
 from knnlm.memories.base import Context, Origin, Source, SourceTokens
 from knnlm.mixture.mixture import Mixture, group_rows
+from knnlm.mixture.readers import Reading
 from knnlm.progress import Progress, silent
 
 # The sources that `generate` translates, because it gives only the encoder's output to each step.
@@ -70,18 +73,39 @@ class KnnSeq2SeqConfig(KnnConfig):
 class _Sources:
     """The sources of a batch, and what is known of them as long as they are translated."""
 
-    tokens: list[SourceTokens]  # B, without padding
+    inputs: dict[str, Tensor]  # (B, …) tokens of an encoder with their mask, or features of sounds
+    tokens: list[SourceTokens]  # B, without padding; of sounds there are none
     outside: Tensor | None = None  # (B or B·beams,) those outside the domain of the store; None: not checked yet
+    encoded: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the number of the reader
 
-    def of_rows(self, rows: int) -> list[SourceTokens]:
-        """Return the source of each of some rows; beams and positions of one source follow one another."""
-        return [self.tokens[row * len(self.tokens) // rows] for row in range(rows)]
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(next(iter(self.inputs.values())))
+
+    def of_rows(self, rows: int) -> list[SourceTokens] | None:
+        """Return the source of each of some rows, None of sounds; beams and positions of one source are consecutive."""
+        return [self.tokens[row * self.count // rows] for row in range(rows)] if self.tokens else None
 
     def outside_rows(self) -> list[bool] | None:
         """Return for each source whether it is outside the domain of the store; None: that was not checked."""
         if self.outside is None:
             return None
-        return self.outside[:: len(self.outside) // len(self.tokens)].tolist()
+        return self.outside[:: len(self.outside) // self.count].tolist()
+
+    def encode(self, reader: Reading, rows: int) -> dict[str, Any]:
+        """Return the output of a reader's encoder and its mask for each of some rows; it runs once."""
+        known = self.encoded.get(reader.number)
+        if known is None or len(known["encoder_outputs"][0]) != rows:
+            model: Any = reader.model.model
+            with eval_mode(model):
+                states = model.get_encoder()(**self.inputs).last_hidden_state
+            copies, mask = rows // len(states), self.inputs.get("attention_mask")
+            known = {"encoder_outputs": BaseModelOutput(last_hidden_state=states.repeat_interleave(copies, 0))}
+            if mask is not None:
+                known["attention_mask"] = mask.repeat_interleave(copies, 0)
+            self.encoded[reader.number] = known
+        return known
 
 
 @dataclass
@@ -112,15 +136,6 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
     def _check_kind(mixture: Mixture) -> None:
         if not mixture.lm.has_encoder:
             raise ModelError(f"KnnForSeq2SeqLM needs an encoder-decoder model, but {mixture.lm.name} has no encoder.")
-        others = [
-            model.name for _, model, _, _ in mixture.readers.wanted(mixture.history_lengths)[1:] if model.has_encoder
-        ]
-        if others:
-            raise ModelError(f"Generation with a second encoder-decoder model ({others[0]}) is not supported.")
-
-    @staticmethod
-    def _state_cache(cache: Any) -> Any:
-        return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
     def _text_length(self, cache: Any) -> int:
         """Return how many tokens of the targets a cache contains, without those before the text."""
@@ -178,7 +193,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
 
     def _generate_by_store(self, inputs: dict[str, Any]) -> Any:
         """Generate the rows of each store together, and return all in the order of the batch."""
-        tokens = _source_ids((inputs.pop("inputs", None),), inputs)
+        tokens = _source_inputs((inputs.pop("inputs", None),), inputs, "input_ids")
         if tokens is None:
             raise ParameterError("The tokens of the sources choose the store: pass input_ids.")
         inputs["input_ids"] = tokens
@@ -223,7 +238,8 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         """Generate; only the tokens that are given to the decoder are evidence."""
         if readable_mask is not None:
             raise ParameterError("readable_mask is for the prompts of a decoder-only model.")
-        sources = self._sources(_source_ids(args, kwargs), kwargs.get("attention_mask"))
+        name = self.main_input_name
+        sources = self._sources({**kwargs, name: _source_inputs(args, kwargs, name)})
         token = _sources.set(sources)
         try:
             with prompt_length(kwargs["decoder_input_ids"].shape[1] - len(self._lm.prefix_tokens)):
@@ -232,11 +248,30 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             _sources.reset(token)
             self.outside = None if sources is None else sources.outside_rows()
 
-    def _sources(self, tokens: Tensor | None, mask: Tensor | None) -> _Sources | None:
-        """Return the sources (B, S) without padding, where something depends on them; None: unknown or not needed."""
-        if tokens is None or not (self.mixture.needs_sources or self.mixture.checks_sources):
+    def _sources(self, inputs: Mapping[str, Any]) -> _Sources | None:
+        """Return the sources among inputs of the model, if something depends on them; None: unknown or not needed."""
+        needed = self.mixture.needs_sources or self.mixture.checks_sources or self._encoding_readers
+        given, mask = inputs.get(self.main_input_name), inputs.get("attention_mask")
+        if given is None or not needed:
             return None
-        return _Sources(_unpadded(tokens, mask))
+        tokens = [] if given.is_floating_point() else _unpadded(given, mask)
+        named = {self.main_input_name: given, "attention_mask": mask}
+        return _Sources({name: value for name, value in named.items() if value is not None}, tokens)
+
+    @property
+    def _encoding_readers(self) -> list[Reading]:
+        """The readers besides the model that have an encoder."""
+        readers = self.mixture.readers.wanted(self.mixture.history_lengths)[1:]
+        return [reader for reader in readers if reader.model.has_encoder]
+
+    def _encoded(self, rows: int, **inputs: Any) -> dict[int, dict[str, Any]]:
+        """Return what each reader with an encoder reads of the sources of this many texts."""
+        readers, sources = self._encoding_readers, inputs["pair"].sources
+        if readers and sources is None:
+            raise ModelError(
+                f"{readers[0].model.name} reads the sources too: pass {self.main_input_name}, not encoder_outputs."
+            )
+        return {reader.number: sources.encode(reader, rows) for reader in readers}
 
     def forward(  # type: ignore[override]
         self,
@@ -268,7 +303,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         source = {name: value for name, value in source.items() if value is not None}
         done = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
         before = min(decoder_input_ids.shape[1], max(0, len(self._lm.prefix_tokens) - done))
-        sources = _sources.get() if input_ids is None else self._sources(input_ids, attention_mask)
+        sources = self._sources(source) or _sources.get()
         pair = _PairInputs(decoder_input_ids, before, source, sources)
         output: Any
         reading = {"past_key_values": past_key_values, "use_cache": use_cache}
@@ -291,14 +326,13 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         text = ids[:, before:]
         origins = torch.full_like(text, Origin.GENERATED)
         origins[:, 0] = Origin.GIVEN
-        sources = self._sources(source.get("input_ids"), source.get("attention_mask"))
-        pair = _PairInputs(ids, before, dict(source), sources)
+        pair = _PairInputs(ids, before, dict(source), self._sources(source))
         output, context = self.read(text, origins=origins, use_cache=False, pair=pair)
         return output.logits[0], context
 
     def _read_prefix(self, pair: _PairInputs, reading: dict[str, Any]) -> ModelOutput:
         """Read only tokens before the text, which the model alone predicts."""
-        state = memory_state(self._state_cache(reading["past_key_values"])) if self._keeps_state else None
+        state = memory_state(text_cache(reading["past_key_values"])) if self._keeps_state else None
         given = {name: value for name, value in reading.items() if value is not None}
         output: Any = self.base(**pair.source, decoder_input_ids=pair.decoder_input_ids, return_dict=True, **given)
         output["logits"] = output.logits.float().log_softmax(-1)
@@ -340,9 +374,9 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         return output, {source: own[:, pair.before :] for source, own in keys.items()}
 
 
-def _source_ids(args: Sequence[Any], inputs: Mapping[str, Any]) -> Tensor | None:
-    """Return the (B, S) tokens of the sources among the arguments of `generate`; None: they are not there."""
-    given = [*args[:1], inputs.get("inputs"), inputs.get("input_ids")]
+def _source_inputs(args: Sequence[Any], inputs: Mapping[str, Any], name: str) -> Tensor | None:
+    """Return what the encoder reads, (B, …), among the arguments of `generate`; None: it is not there."""
+    given = [*args[:1], inputs.get("inputs"), inputs.get(name)]
     return next((value for value in given if isinstance(value, Tensor)), None)
 
 

@@ -18,6 +18,7 @@ from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmWarning, ModelEr
 from knnlm.index.base import Index
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference, token_fields
+from knnlm.lm.loading import has_encoder
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.speech import SpeechLM, open_lm
 from knnlm.memories.base import Memory, Source
@@ -314,9 +315,7 @@ class _Loader:
         known = [model.name for model in self.readers.models]
         if (name := str(Path(path).resolve())) in known:
             return DecoderMemory(known.index(name))
-        return DecoderMemory(
-            self.readers.add(CausalLM.open(path, device=str(self.lm.device), dtype=self.options.dtype))
-        )
+        return DecoderMemory(self.readers.add(open_beside(self.lm, path, dtype=self.options.dtype)))
 
     def _output(self, spec: MemorySpec) -> OutputMemory:
         path = self.store.path / "output" if spec.path is None else Path(self._path(spec.path))
@@ -407,6 +406,18 @@ def identity_of(memory: Memory) -> str | None:
     return hashlib.sha256(json.dumps(asdict(memory.card), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def open_beside(lm: CausalLM, name: str, *, dtype: str) -> CausalLM:
+    """Open a second model that reads the texts of a language model, and their sources in the same languages."""
+    if not has_encoder(name):
+        return CausalLM.open(name, device=str(lm.device), dtype=dtype)
+    if not isinstance(lm, Seq2SeqLM):
+        raise ParameterError(
+            f"{name} is an encoder-decoder model, which reads a source beside each text, but {lm.name} is a "
+            "decoder-only model. Use a decoder-only model with the same tokenizer."
+        )
+    return open_lm(name, device=str(lm.device), dtype=dtype, src_lang=lm.src_lang, tgt_lang=lm.tgt_lang)
+
+
 def open_reader(store: Datastore, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> CausalLM:
     """Open the model that a store was built with, at its key layer, or another model by name."""
     # A model given by name need not be the store's reader, and may have fewer layers.
@@ -471,9 +482,11 @@ def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> 
             f"memories, name it beside them: knnlm eval STORE TEXT --memories knn,decoder={folder}"
         )
     if lm is None:
-        lm = CausalLM.open(_language_model(folder, card, options.model), device=options.device, dtype=options.dtype)
+        languages = {name: card.initial_model.get(name) for name in ("src_lang", "tgt_lang")}
+        opening: dict[str, Any] = {"device": options.device, "dtype": options.dtype, **languages}
+        lm = open_lm(_language_model(folder, card, options.model), **opening)
     readers = Readers(lm)
-    memory = DecoderMemory(readers.add(CausalLM.open(str(folder), device=str(lm.device), dtype=lm.dtype)))
+    memory = DecoderMemory(readers.add(open_beside(lm, str(folder), dtype=lm.dtype)))
     tuned = card.lmbda if request.use_tuned else None
     lmbda = next(lmbda for lmbda in (request.lmbda, tuned, _DECODER_LAMBDA) if lmbda is not None)
     # The folder is known, so its last name is enough, also where it is copied; commas and colons separate specs.
