@@ -16,7 +16,9 @@ its own domain and of GENERAL:
 - gated: what `tune` chooses; gated-other: with the valid pairs of GENERAL as text of another domain.
 - subset: as gated-other, but each sentence searches only the pairs with the nearest sources (--subset).
 - together: all stores at once, each with the weights of gated-other; a source is translated with one of them.
-- fine-tuned: the model after training on the domain's train pairs.
+- fine-tuned: the model after training on the domain's train pairs, in plain torch.
+- decoder: the model after `distill --into decoder` on the store, alone; gated-decoder: as gated-other, with the model,
+  the store and this decoder (--memories knn,decoder=FOLDER).
 - ivf-pq: the recipe of knn-transformers, an IVF4096,PQ64 index of FAISS on the CPU with 32 probes and distances from
   the codes, with k, τ and λ of vanilla; ivf-pq-1024: with k = 1024, τ = 100 and λ = 0.25, its default and its README's.
 
@@ -54,6 +56,9 @@ from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.mixture.weights import multiply_odds
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
+from knnlm.training.initial_model import open_initial_model
 from marian import TrainingConfig, fine_tune, open_or_train
 
 NEW_TOKENS = 128  # of a translation, at most
@@ -67,6 +72,8 @@ SYSTEMS = (
     "fine-tuned",
     "vanilla-end",
     "subset",
+    "decoder",
+    "gated-decoder",
     "ivf-pq",
     "ivf-pq-1024",
 )
@@ -99,6 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--systems", default=",".join(DEFAULT_SYSTEMS), help=f"some of {','.join(SYSTEMS)}")
     parser.add_argument("--train-seconds", type=float, default=180)
     parser.add_argument("--tune-seconds", type=float, default=60, help="of fine-tuning on each domain")
+    parser.add_argument("--decoder-epochs", type=int, default=3, help="of the decoder")
     parser.add_argument("--batch-tokens", type=int, default=16_384, help="tokens of a training batch")
     parser.add_argument("--vocabulary", type=int, default=12_000)
     parser.add_argument("--width", type=int, default=512)
@@ -211,18 +219,35 @@ class Run:
             made["gated"] = self.opened(domain)
             tuned = made["gated"].tune(domain.valid, quality=self.options.quality)
             print(f"{domain.name}, gated: {odds_of(tuned.odds)}", flush=True)
-        # The last tuning stays in the store, for `together`.
-        for name, subset in (("subset", self.options.subset), ("gated-other", None)):
+        if {"decoder", "gated-decoder"} & set(wanted):
+            decoder = self.decoder(domain)
+            made["decoder"] = self.opened(domain, f"decoder={decoder}:1")
+            made["gated-decoder"] = self.opened(domain, f"knn,decoder={decoder}")
+        if "subset" in wanted:
+            made["subset"] = self.opened(domain, subset=self.options.subset)
+        if "gated-other" in wanted:
+            made["gated-other"] = self.opened(domain)
+        # The last tuning of the same memories stays in the store, for `together`.
+        for name in ("gated-decoder", "subset", "gated-other"):
             if name in wanted:
-                made[name] = self.opened(domain, subset)
                 tuned = made[name].tune(domain.valid, other=self.general.valid, quality=self.options.quality)
                 print(f"{domain.name}, {name}: {odds_of(tuned.odds)}", flush=True)
         return made | self.recipes(domain, made.get("vanilla"))
 
-    def opened(self, domain: Corpus, subset: int | None = None) -> Mixture:
+    def opened(self, domain: Corpus, memories: str = "knn", subset: int | None = None) -> Mixture:
         """Return a mixture of a domain's store that is not tuned."""
         config = MixtureOptions(subset=subset)
-        return Mixture.open(self.store(domain), self.lm, memories="knn", use_tuned=False, options=config)
+        return Mixture.open(self.store(domain), self.lm, memories=memories, use_tuned=False, options=config)
+
+    def decoder(self, domain: Corpus) -> Path:
+        """Train a decoder on the pairs of a domain's store, and return its folder."""
+        folder = self.folder / f"{domain.name}.decoder"
+        config = DecoderConfig(epochs=self.options.decoder_epochs)
+        initial = open_initial_model(self.lm.name, like=self.lm)
+        with closing(Datastore.open(self.store(domain))) as store:
+            card = train_decoder(store, initial, folder, config, device=self.options.device)
+        print(f"{domain.name}: a decoder, {card.steps} steps in {card.seconds:.0f} s", flush=True)
+        return folder
 
     def with_end_odds(self, domain: Corpus, tuned: Tuning) -> Mixture:
         """Return the mixture of fixed weights that were tuned, with odds of the end token chosen on the same pairs."""

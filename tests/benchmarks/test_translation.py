@@ -110,7 +110,7 @@ def test_whole_run_has_a_row_for_each_system_and_text(corpora, tmp_path, monkeyp
     sizes = ["--width", "16", "--layers", "1", "--vocabulary", "300", "--train-seconds", "1", "--tune-seconds", "1"]
     sizes += [
         "--systems",
-        ",".join([*translation.DEFAULT_SYSTEMS, "subset"]),
+        ",".join([*translation.DEFAULT_SYSTEMS, "subset", "decoder", "gated-decoder"]),
         "--timed",
         "4",
         "--repeats",
@@ -128,11 +128,12 @@ def test_whole_run_has_a_row_for_each_system_and_text(corpora, tmp_path, monkeyp
     shown = capsys.readouterr().out
     found = json.loads((tmp_path / "rows.json").read_text())
     rows, times = found["quality"], found["times"]
-    # The model on three texts; six systems of each domain on two; both stores on three.
-    assert len(rows) == 3 + 2 * 6 * 2 + 3
+    # The model on three texts; nine systems of each domain on two; both stores on three.
+    assert len(rows) == 3 + 2 * 9 * 2 + 3
     assert "tok:13a" in shown
-    # The model and four mixtures of each domain.
-    assert [row["system"] for row in times] == 2 * ["model", "vanilla", "gated", "gated-other", "subset"]
+    # The model and seven mixtures of each domain.
+    mixtures = ["vanilla", "vanilla-end", "gated", "decoder", "gated-decoder", "subset", "gated-other"]
+    assert [row["system"] for row in times] == 2 * ["model", *mixtures]
     assert all(row["step of the model"] > 0 for row in times)
     assert len({(row["store"], row["system"], row["text"]) for row in rows}) == len(rows)
     assert Seq2SeqLM.open(str(tmp_path / "model"), device="cpu").vocab_size <= 300

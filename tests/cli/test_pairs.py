@@ -11,7 +11,7 @@ import torch
 
 from helpers.cli import failure, knnlm
 from helpers.models import pair_tokenizer, tiny
-from helpers.pairs import BruteForce, pairs
+from helpers.pairs import BruteForce, pairs, write_jsonl, write_tsv
 from knnlm.cli.app import run
 from knnlm.datastore.store import Datastore
 from knnlm.evaluation import odds
@@ -19,17 +19,6 @@ from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
 
 STORED, VALID, TEST = pairs(30), pairs(10, start=60), pairs(8, start=90)
-
-
-def write_jsonl(path, documents, source="source", text="text"):
-    records = ({"id": each.id, source: each.source_text, text: each.text} for each in documents)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def write_tsv(path, documents):
-    path.write_text("".join(f"{each.source_text}\t{each.text}\n" for each in documents))
-    return path
 
 
 @pytest.fixture(scope="module", params=["marian", "t5"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import transformers as hf
 from safetensors.torch import load_file
 
 from knnlm.training.trainer import read_curve
@@ -42,9 +41,9 @@ def loss_one_by_one(model, batches, windows, targets, beta):
 class PlainTraining:
     """A training in plain torch: AdamW without decay of vectors, and clipped gradients."""
 
-    def __init__(self, model, batches, *, trained=None, weight_decay=0.01, clip=1.0):
-        """Train the parameters of these names; None: all."""
-        self.model, self.batches, self.clip = model, batches, clip
+    def __init__(self, model, batches, *, trained=None, weight_decay=0.01, clip=1.0, loss=loss_one_by_one):
+        """Train the parameters of these names; None: all. `loss` has the arguments of `loss_one_by_one`."""
+        self.model, self.batches, self.clip, self.loss = model, batches, clip, loss
         named = model.named_parameters()
         self.trained = [weight for name, weight in named if trained is None or name in trained]
         decayed = [weight for weight in self.trained if weight.dim() > 1]
@@ -55,7 +54,7 @@ class PlainTraining:
 
     def step(self, windows, rate, targets=None, beta=0.0):
         """Take a step on windows, and return their loss before it."""
-        loss = loss_one_by_one(self.model, self.batches, windows, targets, beta)
+        loss = self.loss(self.model, self.batches, windows, targets, beta)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, self.clip)
         for group in self.optimiser.param_groups:
@@ -66,5 +65,7 @@ class PlainTraining:
 
     def check_weights(self, folder):
         """Compare the weights of a trained decoder with those of this training."""
-        for name, weight in hf.AutoModelForCausalLM.from_pretrained(folder).named_parameters():
+        for name, weight in type(self.model).from_pretrained(folder).named_parameters():
+            if name.endswith("k_proj.bias"):  # attention does not depend on it, so its gradient is rounding alone
+                continue
             torch.testing.assert_close(weight, self.model.get_parameter(name), rtol=1e-3, atol=2e-4)

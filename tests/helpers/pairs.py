@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from collections.abc import Iterable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,19 @@ def pairs(count: int, *, start: int = 0, name: str = "pairs.tsv") -> list[Docume
             )
         )
     return made
+
+
+def write_jsonl(path: Path, documents: Iterable[Document], source: str = "source", text: str = "text") -> Path:
+    """Write pairs as records."""
+    records = ({"id": each.id, source: each.source_text, text: each.text} for each in documents)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_tsv(path: Path, documents: Iterable[Document]) -> Path:
+    """Write pairs as lines of source, tab and target."""
+    path.write_text("".join(f"{each.source_text}\t{each.text}\n" for each in documents))
+    return path
 
 
 def read_last(lm: Seq2SeqLM, family: str, source: list[int], decoder_input: list[int]) -> tuple[Any, Any]:

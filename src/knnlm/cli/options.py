@@ -316,10 +316,14 @@ class TextFlags:
 
 
 def stored_model(store: Path) -> dict[str, Any]:
-    """Return what a store records of its model; nothing where it is no store, such as a decoder."""
+    """Return what a store records of its model, and the kind and name of a decoder; nothing of other folders."""
     from knnlm.datastore.catalog import Catalog
     from knnlm.datastore.schema import CATALOG_FILE
+    from knnlm.lm.loading import has_encoder
+    from knnlm.memories.decoder import CARD
 
+    if (store / CARD).is_file():
+        return {"encoder_decoder": has_encoder(str(store)), "name": str(store)}
     if not (store / CATALOG_FILE).is_file():
         return {}
     with closing(Catalog.open(store / CATALOG_FILE)) as catalog:

@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from knnlm.cli.make import open_language_model, token_log_p
-from knnlm.cli.options import TRAIN, Json, MachineFlags, Model, Out, Seed, Store, StoreModel, Text, TextField, command
+from knnlm.cli.options import (
+    TRAIN,
+    Json,
+    MachineFlags,
+    Model,
+    Out,
+    Seed,
+    Store,
+    StoreModel,
+    Text,
+    TextField,
+    TextFlags,
+    command,
+)
 from knnlm.cli.output import bar, count, leak_warning, open_model, print_json, print_table, show
 from knnlm.errors import DatastoreError, ParameterError
 
@@ -365,7 +378,6 @@ def _train_decoder(
     store: Datastore, out: Path, settings: dict[str, Any], model: str | None, device: str, dtype: str
 ) -> tuple[dict[str, Any], str]:
     """Train a decoder on a store's text and, with β, on the predictions of a store."""
-    from knnlm.corpus import read_documents
     from knnlm.evaluation.tune import tune_decoder
     from knnlm.mixture.mixture import Mixture
     from knnlm.training.decoder import train_decoder
@@ -373,7 +385,7 @@ def _train_decoder(
     from knnlm.training.initial_model import open_initial_model
 
     beta, seed, valid = settings.pop("beta", 0.0), settings.pop("seed"), settings.pop("valid", None)
-    held_out = list(read_documents(*valid)) if valid else []  # an unreadable file is an error before the training
+    held_out = list(TextFlags().reader_for(store.path)(valid)) if valid else []  # unreadable: before the training
     init, layers = settings.pop("init", None), settings.pop("layers", None)
     teaching = {name: settings.pop(name) for name in _TEACHER_OPTIONS if name in settings}
     _check_decoder(out, beta, teaching, settings)

@@ -23,7 +23,6 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, S
 from knnlm.errors import ModelError
 from knnlm.generation.speculation import crops_caches
 from knnlm.lm.causal import CausalLM, eval_mode
-from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.shared import BLOCK_INPUT, TopLM
 from knnlm.memories.base import LOGITS, Context, Origin, Source, Span
 from knnlm.mixture.layer import OnlineLayer
@@ -189,8 +188,7 @@ def _reader_inputs(
     """Return what another reader reads at a step."""
     accepted = _arguments(type(model.model).forward)
     offered: dict[str, Any] = {"past_key_values": past, "use_cache": past is not None}
-    if isinstance(model, Seq2SeqLM):
-        assert encoded is not None
+    if encoded is not None:
         begins = past is None or not past.get_seq_length()
         prefix = step.tokens.new_tensor(model.prefix_tokens if begins else ()).expand(len(step.tokens), -1)
         text = {"decoder_input_ids": torch.cat([prefix, step.tokens], 1), **encoded}

@@ -68,6 +68,7 @@ class CausalLM:
 
     has_encoder = False  # whether documents are pairs of a source and a target
     reads_audio = False  # whether the sources of pairs are sound files
+    prefix_tokens: tuple[int, ...] = ()  # that are read before the start token of a text, and are no part of it
 
     def __init__(
         self,
@@ -129,6 +130,11 @@ class CausalLM:
             return None
         limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
         return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+    @property
+    def languages(self) -> dict[str, Any]:
+        """The options of `open` that name the languages of the model; a decoder-only model has none."""
+        return {}
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -286,9 +292,9 @@ class CausalLM:
         keys, output = self.forward(ids.to(self.device), layers, logits=logits, sources=inputs)
         return [key[scored].float() for key in keys], None if output is None else output[scored]
 
-    def prefix(self, window: Window) -> Sequence[int]:  # noqa: ARG002  (of the subclass)
-        """Return the tokens that the decoder reads before a window, and that are no part of the text."""
-        return ()
+    def prefix(self, window: Window) -> Sequence[int]:
+        """Return the tokens that the decoder reads before the start token of a window."""
+        return () if window.begin else self.prefix_tokens
 
     def sources(self, batch: Sequence[Window]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the inputs of the encoder for windows; none without an encoder."""

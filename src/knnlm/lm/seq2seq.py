@@ -85,6 +85,11 @@ class Seq2SeqLM(CausalLM):
         return _set_languages(self.tokenizer, src_lang, tgt_lang, self.name)
 
     @property
+    def languages(self) -> dict[str, Any]:
+        """The options of `open` that name the languages of the model."""
+        return {"src_lang": self.src_lang, "tgt_lang": self.tgt_lang}
+
+    @property
     def start_tokens(self) -> tuple[int, ...]:
         """All tokens that the decoder reads before a target; the last is the start token of the text."""
         return (*self.prefix_tokens, self.start_token)
@@ -112,8 +117,7 @@ class Seq2SeqLM(CausalLM):
         return {
             **super().identity,
             "encoder_decoder": True,
-            "src_lang": self.src_lang,
-            "tgt_lang": self.tgt_lang,
+            **self.languages,
             "prefix_tokens": list(self.prefix_tokens),
             "end_tokens": list(self.end_tokens),
         }
@@ -193,10 +197,6 @@ class Seq2SeqLM(CausalLM):
     def prompt(self, text: str, *, room: int = 0, max_length: int | None = None) -> list[int]:  # noqa: ARG002
         """Raise an error: a model with an encoder does not continue texts."""
         raise ParameterError(f"{self.name} is an encoder-decoder model: it translates a source, with knnlm translate.")
-
-    def prefix(self, window: Window) -> Sequence[int]:
-        """Return the tokens that the decoder reads before the start token of a target."""
-        return () if window.begin else self.prefix_tokens
 
     def sources(self, batch: Sequence[Window]) -> dict[str, Tensor]:
         """Return the padded sources of windows and their mask."""

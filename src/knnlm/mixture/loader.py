@@ -410,12 +410,12 @@ def open_beside(lm: CausalLM, name: str, *, dtype: str) -> CausalLM:
     """Open a second model that reads the texts of a language model, and their sources in the same languages."""
     if not has_encoder(name):
         return CausalLM.open(name, device=str(lm.device), dtype=dtype)
-    if not isinstance(lm, Seq2SeqLM):
+    if not lm.has_encoder:
         raise ParameterError(
             f"{name} is an encoder-decoder model, which reads a source beside each text, but {lm.name} is a "
             "decoder-only model. Use a decoder-only model with the same tokenizer."
         )
-    return open_lm(name, device=str(lm.device), dtype=dtype, src_lang=lm.src_lang, tgt_lang=lm.tgt_lang)
+    return open_lm(name, device=str(lm.device), dtype=dtype, **lm.languages)
 
 
 def open_reader(store: Datastore, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> CausalLM:

@@ -4,6 +4,8 @@ Documents are kept apart: a window never reaches into the next document. Windows
 length, or packed: several windows in a row of fixed length, with positions that begin at 0 in each window. The order of
 windows and entries, and where long documents are cut, differ between epochs but depend only on the seed and the epoch,
 so a run that was stopped can resume anywhere.
+
+Documents that are targets of pairs have their sources beside them; each window is read with the whole source.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
-from knnlm.lm.windows import WindowShape
+from knnlm.lm.windows import WindowShape, source_of
 from knnlm.training.trainer import MIN_DOCUMENTS, select_held_out
 
 _TOKENS_PER_READ = 1 << 20
@@ -41,19 +44,36 @@ class TokenStream:
 
     tokens: NDArray[np.int32]  # (N,)
     starts: NDArray[np.int64]  # (documents + 1,) the first position of each document, and the end of the last
+    sources: Sequence[Sequence[int]] | None = None  # the tokens of each document's source; None: they are no pairs
 
     @classmethod
-    def from_store(cls, store: Datastore) -> TokenStream:
-        """Read all tokens of a store; row i of the store is token i."""
+    def from_store(
+        cls, store: Datastore, encode_sources: Callable[[Sequence[str]], Sequence[Sequence[int]]] | None = None
+    ) -> TokenStream:
+        """Read all tokens of a store; row i of the store is token i. `encode_sources` reads those of pairs."""
+        tokens = stored_tokens(store)
+        if store.has_pairs and encode_sources is not None:
+            found = [(first, text) for _, first, entries, text in store.catalog.source_texts() if entries]
+            starts, sources = [first for first, _ in found], encode_sources([text for _, text in found])
+            return cls(tokens, np.array([*starts, store.entry_count], dtype=np.int64), sources)
         starts = [document.first_entry for document in store.documents() if document.entries]
-        return cls(stored_tokens(store), np.array([*starts, store.entry_count], dtype=np.int64))
+        return cls(tokens, np.array([*starts, store.entry_count], dtype=np.int64))
 
     @classmethod
     def from_documents(cls, documents: Iterable[Sequence[int]]) -> TokenStream:
         """Concatenate the tokens of documents; empty documents are skipped."""
-        arrays = [np.asarray(document, dtype=np.int32) for document in documents if len(document)]
+        documents = [document for document in documents if len(document)]
+        arrays = [np.asarray(document, dtype=np.int32) for document in documents]
         starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
-        return cls(np.concatenate(arrays) if arrays else np.zeros(0, np.int32), starts)
+        sources: Any = [source_of(document) for document in documents]
+        tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+        return cls(tokens, starts, None if not sources or None in sources else sources)
+
+    def __add__(self, other: TokenStream) -> TokenStream:
+        """The documents of both."""
+        starts = np.concatenate([self.starts[:-1], other.starts + len(self.tokens)])
+        sources = None if self.sources is None or other.sources is None else [*self.sources, *other.sources]
+        return TokenStream(np.concatenate([self.tokens, other.tokens]), starts, sources)
 
     @property
     def fingerprint(self) -> str:
@@ -64,6 +84,14 @@ class TokenStream:
     def boundaries_fingerprint(self) -> str:
         """Hash of the document boundaries."""
         return hashlib.sha256(self.starts.astype("<i8").tobytes()).hexdigest()[:16]
+
+    @property
+    def sources_fingerprint(self) -> str | None:
+        """Hash of the sources; None without any."""
+        if self.sources is None:
+            return None
+        lengths = np.array([len(source) for source in self.sources], dtype=np.int32)
+        return tokens_hash(np.concatenate([lengths, *(np.array(source, np.int32) for source in self.sources)]))
 
 
 def stored_tokens(store: Datastore) -> NDArray[np.int32]:
@@ -88,23 +116,31 @@ class TrainingBatch:
     targets: Tensor  # (N,) next tokens; -1 where the position does not count
     positions: Tensor  # (N,) positions of the targets in the token stream; -1 where they do not count
     position_ids: Tensor | None = None  # (B, T) positions in the windows of packed rows; padding has its own windows
+    sources: Tensor | None = None  # (B, S) tokens that an encoder reads, padded on the right
+    source_mask: Tensor | None = None  # (B, S) 0 at padding
 
     def rows(self, begin: int, end: int) -> TrainingBatch:
         """Return some of the rows."""
         flat = slice(begin * self.ids.shape[1], end * self.ids.shape[1])
-        restarts = None if self.position_ids is None else self.position_ids[begin:end]
-        return TrainingBatch(self.ids[begin:end], self.targets[flat], self.positions[flat], restarts)
+        return self._with_rows(slice(begin, end), self.ids[begin:end], flat)
 
     def columns(self, end: int) -> TrainingBatch:
         """Return the beginning of the first row."""
         end = min(end, self.ids.shape[1])
-        restarts = None if self.position_ids is None else self.position_ids[:1, :end]
-        return TrainingBatch(self.ids[:1, :end], self.targets[:end], self.positions[:end], restarts)
+        first = self._with_rows(slice(0, 1), self.ids[:1, :end], slice(0, end))
+        restarts = first.position_ids
+        return first if restarts is None else replace(first, position_ids=restarts[:, :end])
+
+    def _with_rows(self, rows: slice, ids: Tensor, flat: slice) -> TrainingBatch:
+        by_row = (self.position_ids, self.sources, self.source_mask)
+        chosen = (None if tensor is None else tensor[rows] for tensor in by_row)
+        return TrainingBatch(ids, self.targets[flat], self.positions[flat], *chosen)
 
     def pin_memory(self) -> TrainingBatch:
         """Return a copy in page-locked memory, from which copies to a GPU do not block."""
-        restarts = None if self.position_ids is None else self.position_ids.pin_memory()
-        return TrainingBatch(self.ids.pin_memory(), self.targets.pin_memory(), self.positions, restarts)
+        by_row = (self.position_ids, self.sources, self.source_mask)
+        pinned = (None if tensor is None else tensor.pin_memory() for tensor in by_row)
+        return TrainingBatch(self.ids.pin_memory(), self.targets.pin_memory(), self.positions, *pinned)
 
 
 class TrainingBatches:
@@ -124,15 +160,19 @@ class TrainingBatches:
         seed: int,
         held_out_text: TokenStream | None = None,
         packed: bool = False,
+        prefix: Sequence[int] = (),
     ) -> None:
-        """Hold out a share of the text, or another text instead. `packed` puts several windows in a row."""
+        """Hold out a share of the text, or another text instead. `packed` puts several windows in a row.
+
+        `prefix` are the tokens that a decoder reads before the start token of a target.
+        """
         self.text, self.packed, self._shape, self._start_token, self._seed = text, packed, shape, start_token, seed
-        self._tokens = text.tokens
+        self._every, self._prefix = text, list(prefix)
         table = self._table_of(text)
         held = self._mark_held_out(held_out if held_out_text is None else 0.0, table)
         self.held_out = table[held]
         if held_out_text is not None:
-            self._tokens = np.concatenate([text.tokens, held_out_text.tokens])
+            self._every = text + held_out_text
             self.held_out = self._table_of(held_out_text)
             self.held_out[:, 0] += len(text.tokens)
         self._short, self._long = self._split_by_length(table[~held])
@@ -215,9 +255,9 @@ class TrainingBatches:
         ids = np.full(shape, self._start_token, dtype=np.int64)
         targets, positions = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
         inside = local > 0  # the first token of a document follows the start token
-        ids[flat[inside]] = self._tokens[sources[inside] - 1]
+        ids[flat[inside]] = self._every.tokens[sources[inside] - 1]
         counted = local >= np.repeat(scored, sizes)
-        targets[flat[counted]] = self._tokens[sources[counted]]
+        targets[flat[counted]] = self._every.tokens[sources[counted]]
         positions[flat[counted]] = sources[counted]
         # Padding is cut like windows: attention kernels compute no more positions of one than the longest window has.
         padding = np.maximum(np.tile(np.arange(length), (len(rows), 1)) - used[:, None], 0)
@@ -233,18 +273,39 @@ class TrainingBatches:
 
     def read(self, windows: NDArray[np.int64]) -> TrainingBatch:
         """Return the tokens of windows, padded on the right, where no earlier position attends to."""
-        shape = len(windows), _max_length(windows)
+        before = np.where(windows[:, 1] > 0, 0, len(self._prefix))  # tokens of each window that are no part of the text
+        shape = len(windows), int((windows[:, 3] - windows[:, 1] + before).max())
         ids = np.full(shape, self._start_token, dtype=np.int64)
         targets, positions = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
         for row, (first, begin, scored, end) in enumerate(windows.tolist()):
-            before = max(1, begin)  # the first token of a document follows the start token
-            ids[row, before - begin : end - begin] = self._tokens[first + before - 1 : first + end - 1]
-            counted = slice(scored - begin, end - begin)
-            targets[row, counted] = self._tokens[first + scored : first + end]
+            skipped = int(before[row])
+            ids[row, :skipped] = self._prefix[:skipped]
+            known = max(1, begin)  # the first token of a document follows the start token
+            shift = skipped - begin
+            ids[row, known + shift : end + shift] = self._every.tokens[first + known - 1 : first + end - 1]
+            counted = slice(scored + shift, end + shift)
+            targets[row, counted] = self._every.tokens[first + scored : first + end]
             positions[row, counted] = np.arange(first + scored, first + end)
         return TrainingBatch(
-            torch.from_numpy(ids), torch.from_numpy(targets).reshape(-1), torch.from_numpy(positions).reshape(-1)
+            torch.from_numpy(ids),
+            torch.from_numpy(targets).reshape(-1),
+            torch.from_numpy(positions).reshape(-1),
+            None,
+            *self._read_sources(windows),
         )
+
+    def _read_sources(self, windows: NDArray[np.int64]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the (B, S) tokens of the sources of windows, padded on the right, and their mask; None without any."""
+        if self._every.sources is None:
+            return None, None
+        documents = np.searchsorted(self._every.starts, windows[:, 0])
+        sources = [self._every.sources[document] for document in documents.tolist()]
+        lengths = np.array([len(source) for source in sources])
+        ids = np.zeros((len(sources), lengths.max()), dtype=np.int64)
+        for row, source in enumerate(sources):
+            ids[row, : len(source)] = source
+        mask = np.arange(ids.shape[1]) < lengths[:, None]
+        return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
 
     def _cut(self, start: int, begin: int, end: int, first: int) -> Iterator[_Window]:
         """Cut a span of the document at `start`; the first window scores `first` positions, the others `stride`."""

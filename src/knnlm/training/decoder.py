@@ -26,7 +26,9 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, MissingExtra, ParameterError
 from knnlm.io import commit_folder, translate_os_errors
+from knnlm.lm.causal import CausalLM
 from knnlm.lm.loading import choose_device, write_checksums
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.decoder import CARD, DecoderCard, load_card, save_card
 from knnlm.progress import Progress, silent
 from knnlm.training.data import TokenStream, TrainingBatches, count_targets
@@ -79,13 +81,16 @@ def train_decoder(
     automatic = {
         name for name, value in (("precision", config.precision), ("packed", config.packed)) if value in ("auto", None)
     }
-    stream = TokenStream.from_store(text) if isinstance(text, Datastore) else TokenStream.from_documents(text)
+    stream = _read_stream(text, initial.lm)
+    _check_pairs(stream, initial, config)
     config = config.resolve(stream, initial, where)
     _check_teacher(targets, stream, config.beta)
     _check_tokens(text, stream, initial)
     held_out = None if held_out_text is None else TokenStream.from_documents(held_out_text)
     if held_out is not None and targets is not None:
         raise ParameterError("The targets are of the text alone: hold a share of it out (held_out).")
+    if held_out is not None:
+        _check_pairs(held_out, initial, config)
     settings = _settings(stream, initial, targets, config)
     settings["held_out_text"] = None if held_out is None else held_out.fingerprint
     folder = Path(out).absolute()
@@ -104,6 +109,26 @@ def train_decoder(
     return load_card(folder)
 
 
+def _read_stream(text: Datastore | Iterable[Sequence[int]], lm: CausalLM) -> TokenStream:
+    """Return the tokens to train on; those of pairs with their sources."""
+    if not isinstance(text, Datastore):
+        return TokenStream.from_documents(text)
+    return TokenStream.from_store(text, lm.encode_sources if isinstance(lm, Seq2SeqLM) else None)
+
+
+def _check_pairs(text: TokenStream, initial: InitialModel, config: DecoderConfig) -> None:
+    """Raise for texts without sources where an encoder reads some, and for options that pairs do not have."""
+    if not initial.lm.has_encoder:
+        return
+    if text.sources is None:
+        raise ParameterError(
+            f"{initial.spec} is an encoder-decoder model, which is trained on pairs, but the texts have no sources."
+        )
+    if config.top is not None or config.packed:
+        name = "packed" if config.packed else "top"
+        raise ParameterError(f"{name} is for decoder-only models; a decoder of pairs is trained without it.")
+
+
 def _make_trainer(
     text: TokenStream,
     held_out: TokenStream | None,
@@ -120,6 +145,7 @@ def _make_trainer(
         held_out_text=held_out,
         seed=config.seed,
         packed=bool(config.packed),
+        prefix=initial.lm.prefix_tokens,
     )
     model = copy.deepcopy(initial.lm.model).float().to(device)
     kind = SelectingTrainer if config.select else DecoderTrainer
@@ -142,6 +168,7 @@ def _settings(
     return {
         "text": text.fingerprint,
         "document_boundaries": text.boundaries_fingerprint,
+        "sources": text.sources_fingerprint,
         "initial_model": initial.lm.identity["weights"],
         "tokenizer": initial.lm.identity["tokenizer"],
         "targets": None if targets is None else {name: metadata.get(name) for name in _TARGET_SETTINGS},

@@ -55,6 +55,16 @@ class PassInputs(NamedTuple):
     position_ids: Tensor | None  # (B, T) of packed rows
     starts: Tensor | None  # where windows begin, see `boundaries`
     positions: Tensor | float  # that the losses are divided by
+    sources: Tensor | None = None  # (B, S) tokens that an encoder reads; such passes are not captured
+    source_mask: Tensor | None = None  # (B, S)
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """The arguments of the model."""
+        if self.sources is None:
+            return {"input_ids": self.ids, "use_cache": False}
+        encoder = {"input_ids": self.sources, "attention_mask": self.source_mask}
+        return {**encoder, "decoder_input_ids": self.ids, "use_cache": False}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -137,12 +147,13 @@ class DecoderPass:
         if batch.position_ids is not None and self.attention == VARLEN:
             starts = boundaries(batch.position_ids)
             starts = starts.pin_memory() if self.device.type == "cuda" else starts
-        return PassInputs(batch.ids, batch.targets, batch.position_ids, starts, positions)
+        pairs = batch.sources, batch.source_mask
+        return PassInputs(batch.ids, batch.targets, batch.position_ids, starts, positions, *pairs)
 
     def _losses(self, given: PassInputs, sparse: SparseTargets | None, beta: float) -> Losses:
         targets = given.targets
         found = (None, None) if sparse is None else (self._to_device(sparse.ids), self._to_device(sparse.probs))
-        inputs: dict[str, Any] = {"input_ids": given.ids, "use_cache": False}
+        inputs = given.model_inputs
         if given.position_ids is not None:
             inputs |= packed_inputs(given.position_ids, given.starts, self._longest)
         options: dict[str, Any] = {"beta": beta, "positions": given.positions}
@@ -319,10 +330,13 @@ def plain_head(model: PreTrainedModel) -> nn.Linear | None:
     if not isinstance(head, nn.Linear):
         return None
     ids = torch.arange(3, 3 + _PROBE, device=model.device)[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
     with torch.no_grad(), eval_mode(model):
         try:
-            logits = model(input_ids=ids, use_cache=False).logits
-            found = linear(model.base_model(input_ids=ids, use_cache=False)[0], head.weight, head.bias)
+            logits = model(**inputs).logits
+            found = linear(model.base_model(**inputs)[0], head.weight, head.bias)
         except (TypeError, ValueError, AttributeError, RuntimeError):
             return None
     return head if found.shape == logits.shape and torch.equal(found, logits) else None

@@ -115,7 +115,7 @@ class DecoderConfig:
         shape = WindowShape(context, self.stride if self.stride is not None else context)
         size = self.batch_tokens if self.batch_tokens is not None else default_batch_tokens(text, self.epochs)
         on_gpu = device.type == "cuda"
-        packed = self.packed if self.packed is not None else on_gpu
+        packed = self.packed if self.packed is not None else on_gpu and text.sources is None
         worth = on_gpu and packed and len(text.tokens) * self.epochs >= _MIN_TOKENS_TO_COMPILE
         compile_ = on_gpu and packed and self.compile if self.compile is not None else worth
         options: dict[str, Any] = {"precision": precision, "batch_tokens": size, "packed": packed, "compile": compile_}

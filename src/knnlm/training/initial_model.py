@@ -21,6 +21,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import tokenizer_fingerprint
 from knnlm.lm.layers import layer_list, layer_list_path, per_layer_options, shorten_config
 from knnlm.lm.loading import load_model
+from knnlm.lm.speech import wrap_model
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class InitialModel:
             "class": type(self.lm.model).__name__,
             "parameters": self.parameters,
             "weights": self.lm.identity["weights"],
+            **self.lm.languages,
         }
 
 
@@ -57,26 +59,27 @@ def open_initial_model(spec: str, *, like: CausalLM, layers: int | None = None, 
     """Open a model to train a decoder for `like` from: a model's name or folder, or the .json file of a configuration.
 
     A configuration gives a model with random weights, the same for the same seed, and the vocabulary of `like`.
-    `layers` keeps that many layers of a pretrained model: a quarter of them the first, the rest the last.
+    `layers` keeps that many layers of a pretrained model: a quarter of them the first, the rest the last. An
+    encoder-decoder model is trained as a whole.
     """
     path = Path(spec)
-    like.require_text("A decoder")
+    if like.reads_audio:
+        raise ParameterError(f"{like.name} reads sounds: no decoder can be trained for it.")
+    if like.has_encoder and (layers is not None or path.suffix == ".json"):
+        raise ParameterError(
+            f"A decoder for {like.name}, an encoder-decoder model, has all blocks of a pretrained one. Leave layers "
+            "out, and name a model instead of a configuration."
+        )
     if path.suffix == ".json":
         if layers is not None:
             raise ParameterError(f"{spec} determines how many layers the decoder has. Leave layers out.")
         return InitialModel(_as_lm(_from_config(path, like, seed), like, spec), str(path.resolve()))
-    model, tokenizer = load_model(spec, dtype=torch.float32)
+    model, tokenizer = load_model(spec, dtype=torch.float32, encoder=like.has_encoder)
     own, wanted = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(like.tokenizer)
     if own != wanted:
         raise ModelMismatch(
             f"{spec} has another tokenizer ({own}) than {like.name} ({wanted}), so a decoder trained from it could not "
             "be mixed with it. Use a model with the same tokenizer, or the .json file of a configuration."
-        )
-    size = model.config.get_text_config().vocab_size
-    if size != like.vocab_size:
-        raise ModelMismatch(
-            f"{spec} has {size:,} tokens, but {like.name} has {like.vocab_size:,}. Use a model with the same "
-            "vocabulary, or the .json file of a configuration."
         )
     kept = None
     if layers is not None:
@@ -188,8 +191,11 @@ def _from_config(path: Path, like: CausalLM, seed: int) -> PreTrainedModel:
 
 
 def _as_lm(model: PreTrainedModel, like: CausalLM, name: str) -> CausalLM:
-    """Return the model with the tokenizer of `like`."""
-    lm = CausalLM(model, like.tokenizer, name=name)
+    """Return the model with the tokenizer and the languages of `like`."""
+    lm = wrap_model(model, like.tokenizer, name=name, **like.languages)
     if lm.vocab_size != like.vocab_size:
-        raise ModelMismatch(f"{name} has {lm.vocab_size:,} tokens, but {like.name} has {like.vocab_size:,}.")
+        raise ModelMismatch(
+            f"{name} has {lm.vocab_size:,} tokens, but {like.name} has {like.vocab_size:,}. Use a model with the same "
+            "vocabulary, or the .json file of a configuration."
+        )
     return lm

@@ -42,6 +42,7 @@ class Adapters:
         `top` adds them to so many of the last blocks; None: to all.
         """
         require_peft()
+        self._is_seq2seq = bool(model.config.is_encoder_decoder)
         from peft import LoraConfig
         from peft.tuners.lora import LoraModel
 
@@ -66,7 +67,8 @@ class Adapters:
 
         folder.mkdir()
         config = self._tuner.peft_config[_NAME]
-        config.base_model_name_or_path, config.task_type, config.inference_mode = base_model, "CAUSAL_LM", True
+        task = "SEQ_2_SEQ_LM" if self._is_seq2seq else "CAUSAL_LM"
+        config.base_model_name_or_path, config.task_type, config.inference_mode = base_model, task, True
         config.save_pretrained(str(folder))
         tensors: dict[str, Any] = get_peft_model_state_dict(
             self._tuner,
