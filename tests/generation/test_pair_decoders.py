@@ -155,6 +155,35 @@ def test_encoder_of_the_decoder_runs_once_for_a_translation(case):
     assert len(calls) == 1
 
 
+def test_store_is_not_searched_for_texts_that_have_ended_or_are_outside_the_domain(case, monkeypatch):
+    marian = case("marian")
+    queries: list[int] = []
+    search = marian.mixture.knn.search
+
+    def counted(keys, *args):
+        queries.append(len(keys))
+        return search(keys, *args)
+
+    monkeypatch.setattr(marian.mixture.knn, "search", counted)
+    inputs, end = marian.inputs(), marian.lm.tokenizer.eos_token_id
+    written = marian.model.generate(**inputs, max_new_tokens=NEW_TOKENS)[:, len(marian.start) :].tolist()
+    lengths = [row.index(end) + 1 if end in row else len(row) for row in written]
+    assert len(set(lengths)) > 1  # else no text ends before the others
+    assert sum(queries) == sum(lengths)
+    queries.clear()
+    monkeypatch.setattr(type(marian.mixture), "checks_sources", True)
+    monkeypatch.setattr(marian.mixture, "outside_domain", lambda states, _: torch.ones(len(states), dtype=torch.bool))
+    outside = marian.model.generate(**inputs, max_new_tokens=NEW_TOKENS)
+    assert queries == []
+    alone = marian.lm.model.generate(
+        **inputs,
+        decoder_input_ids=torch.tensor([marian.start]).expand(len(SOURCES), -1),
+        decoder_start_token_id=marian.start[0],
+        max_new_tokens=NEW_TOKENS,
+    )
+    assert outside.tolist() == alone.tolist()
+
+
 def test_encoder_output_alone_is_refused(case):
     marian = case("marian")
     inputs = marian.inputs()

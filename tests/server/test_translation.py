@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 
-from helpers.models import tiny, tiny_tokenizer
+from helpers.models import pair_tokenizer, tiny, tiny_tokenizer
 from helpers.pairs import BruteForce, pair_lm, pairs, read_last, start_tokens
 from helpers.server import serving
 from helpers.stores import documents
@@ -158,6 +158,33 @@ def check_sources(sources):
         assert source["source_text"] == document.source_text
         assert source["before"].strip() in document.text
         assert source["source"] == document.source
+
+
+def test_second_model_as_a_memory_is_served_and_can_be_left_out(tmp_path):
+    tiny("marian", seed=1).save_pretrained(tmp_path / "decoder")
+    pair_tokenizer().save_pretrained(tmp_path / "decoder")
+    memories = f"knn:0.3,decoder={tmp_path / 'decoder'}:0.4"
+    mixture = marian_mixture(tmp_path / "pairs.store", memories=memories, lmbda=None)
+    start, decoder = start_tokens("marian", mixture.lm.tokenizer), mixture.readers.models[1]
+    with serving(mixture) as served:
+        (answer,) = translate(served, SOURCES[1], sources=1)["translations"]
+        together = translate(served, SOURCES, beams=2)["translations"]
+        (alone,) = translate(served, SOURCES[1], memory={"memories": ["knn"]}, sources=1)["translations"]
+    assert answer["text"] == mixture.translate([SOURCES[1]], max_new_tokens=TOKENS)[0]
+    assert [each["text"] for each in together] == mixture.translate(SOURCES, max_new_tokens=TOKENS, num_beams=2)
+    source, written = mixture.lm.tokenizer(SOURCES[1])["input_ids"], list(start)
+    for token in answer["knnlm"]["tokens"]:
+        (_, p_lm), (_, p_decoder) = (read_last(each, "marian", source, written) for each in (mixture.lm, decoder))
+        knn, second = token["shares"]
+        assert (knn["weight"], second["weight"]) == pytest.approx((0.3, 0.4))
+        assert second["p"] == pytest.approx(p_decoder[token["id"]], abs=1e-5)
+        right = 0.3 * p_lm[token["id"]] + 0.3 * knn["p"] + 0.4 * p_decoder[token["id"]]
+        assert token["p"] == pytest.approx(right, abs=1e-4)
+        written.append(token["id"])
+    for token in alone["knnlm"]["tokens"]:
+        assert "shares" not in token  # of one memory: they are p_knn and weight
+        right = (1 - token["weight"]) * token["p_lm"] + token["weight"] * token["p_knn"]
+        assert token["p"] == pytest.approx(right, abs=1e-5)
 
 
 def test_tokens_without_sources_have_probabilities_and_can_be_rescored(marian):

@@ -371,7 +371,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         )
         prompts = _prompts.get()
         generates = prompts is not None
-        if prompts is not None and state is None:
+        if prompts is not None and not self.mixture.layer.stateful:
             outside = self._outside_domain(output.logits.shape, **others)
             ended = prompts.ended(len(context.states[LM_LOGITS]))
             log_p = step_graphs(self.mixture).predict(context, outside, ended)
