@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from helpers.models import SEQ2SEQ_FAMILIES, pair_tokenizer, tiny, tiny_tokenizer
-from helpers.pairs import BruteForce, languages, pair_lm, pairs, read_last, start_tokens
+from helpers.pairs import BruteForce, BruteForceScores, languages, pair_lm, pairs, read_last, start_tokens
 from knnlm.corpus import Document
 from knnlm.errors import ModelError, ModelMismatch, ParameterError
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM
@@ -71,20 +71,6 @@ def case(tmp_path_factory):
 @pytest.fixture(scope="module", params=FAMILIES)
 def every(request, case):
     return case(request.param)
-
-
-class BruteForceScores(transformers.LogitsProcessor):
-    """Replaces the scores of the plain model by the mixture's, computed for each row from its prefix alone."""
-
-    def __init__(self, case: Case, beams: int) -> None:
-        self.case, self.beams = case, beams
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows = [
-            np.log(np.maximum(self.case.next_distribution(self.case.sources[row // self.beams], written), 1e-300))
-            for row, written in enumerate(input_ids.tolist())
-        ]
-        return torch.tensor(np.array(rows), dtype=scores.dtype)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

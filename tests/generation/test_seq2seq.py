@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from helpers.models import SEQ2SEQ_FAMILIES
-from helpers.pairs import BruteForce, pair_lm, pairs, read_last, start_tokens
+from helpers.pairs import BruteForce, BruteForceScores, pair_lm, pairs, read_last, start_tokens
 from knnlm.errors import ModelError, ParameterError
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM, translate
 from knnlm.index.bm25 import BM25
@@ -71,20 +71,6 @@ def marian(case):
 @pytest.fixture(scope="module")
 def nllb(case):
     return case("m2m_100")
-
-
-class BruteForceScores(transformers.LogitsProcessor):
-    """Replaces the scores of the plain model by the mixture's, computed for each row from its prefix alone."""
-
-    def __init__(self, case: Case, beams: int) -> None:
-        self.case, self.beams = case, beams
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows = []
-        for row, written in enumerate(input_ids.tolist()):
-            source = self.case.sources[row // self.beams]
-            rows.append(np.log(np.maximum(self.case.next_distribution(source, written), 1e-300)))
-        return torch.tensor(np.array(rows), dtype=scores.dtype)
 
 
 def reference(case: Case, *, beams: int = 1, rows: slice = slice(None), **settings: Any) -> torch.Tensor:

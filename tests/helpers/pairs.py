@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
 
 from helpers import oracle
@@ -131,3 +132,18 @@ class BruteForce:
             for key, p_lm, target in zip(*read_prefixes(self.lm, self.family, document), strict=True):
                 log_p.append(math.log(self.distribution(key, p_lm, **settings)[target]))
         return math.exp(-np.mean(log_p))
+
+
+class BruteForceScores(transformers.LogitsProcessor):
+    """Replaces the scores of the plain model by a mixture's, computed for each row from its prefix alone."""
+
+    def __init__(self, case: Any, beams: int) -> None:
+        """Take the `next_distribution` and the tokenised `sources` of a case."""
+        self.case, self.beams = case, beams
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for row, written in enumerate(input_ids.tolist()):
+            source = self.case.sources[row // self.beams]
+            rows.append(np.log(np.maximum(self.case.next_distribution(source, written), 1e-300)))
+        return torch.tensor(np.array(rows), dtype=scores.dtype)
