@@ -187,7 +187,7 @@ def test_languages_are_stored_and_used_again(tmp_path, capfd):
             "pairs.store has pairs, which are translated and not chatted with. Use knnlm translate.",
         ),
         (["report", "pairs.store", "plain.txt", "--out", "r"], "store of pairs"),
-        (["distill", "pairs.store", "--into", "decoder", "--out", "d"], "A decoder needs a decoder-only model"),
+        (["distill", "pairs.store", "--into", "decoder", "--out", "d", "--top", "1"], "top is for decoder-only models"),
         (["bench", "--quick", "--model", "model"], "The benchmark needs a decoder-only model"),
         (["adapt", "plain.txt", "--out", "x", "--model", "model"], "adapt needs a decoder-only model"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from helpers.models import SEQ2SEQ_FAMILIES, pair_tokenizer, tiny, tiny_tokenize
 from helpers.pairs import BruteForce, BruteForceScores, languages, pair_lm, pairs, read_last, start_tokens
 from knnlm.corpus import Document
 from knnlm.errors import ModelError, ModelMismatch, ParameterError
+from knnlm.generation.causal import prompt_length
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -119,17 +121,109 @@ def test_perplexity_is_that_of_brute_force(every):
     assert every.mixture.evaluate(tests).perplexity == pytest.approx(math.exp(-np.mean(log_p)), rel=1e-4)
 
 
-def test_tuned_gate_over_a_decoder_translates_with_and_without_a_cache(case, tmp_path):
+@pytest.fixture(scope="module")
+def tuned(case, tmp_path_factory):
+    """A gate over the store of Marian and its decoder."""
+    marian, path = case("marian"), tmp_path_factory.mktemp("tuned") / "pairs.store"
+    build(STORED, path, lm=marian.lm)
+    memories = f"knn,decoder={marian.decoder.name}"
+    Mixture.open(path, marian.lm, memories=memories).tune(pairs(24, start=8), ks=[1, 4])
+    return Mixture.open(path, marian.lm)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+def test_tuned_gate_over_a_decoder_translates_with_and_without_a_cache(case, tuned, options):
+    assert [memory.name for memory in tuned.memories] == ["knn", "decoder"]
+    model, found = KnnForSeq2SeqLM(tuned), []
+    for use_cache in (True, False):
+        torch.manual_seed(2)
+        inputs = case("marian").inputs()
+        found.append(model.generate(**inputs, **options, max_new_tokens=NEW_TOKENS, use_cache=use_cache).tolist())
+    assert found[0] == found[1]
+
+
+def test_gate_over_a_decoder_generates_from_the_distributions_of_evaluation(case, tuned):
+    """The positions that generation gives to the gate stand for the texts that evaluation gives to it."""
+    marian, target = case("marian"), " ".join(each.text for each in STORED[2:5])
+    pair = replace(STORED[3], text=target, source_text=SOURCES[1])
+    model = KnnForSeq2SeqLM(tuned)
+    ids = torch.tensor([[*marian.start, *marian.lm.encode(target)]])
+    with prompt_length(1):  # as inside of `generate`
+        logits = model(input_ids=torch.tensor([marian.sources[1]]), decoder_input_ids=ids).logits[0]
+    wanted = [*marian.lm.encode(target), marian.lm.tokenizer.eos_token_id]
+    picked = logits[-len(wanted) :].gather(1, torch.tensor(wanted)[:, None])
+    assert math.exp(-picked.mean().item()) == pytest.approx(tuned.evaluate([pair]).perplexity, rel=1e-4)
+
+
+def test_texts_of_a_cache_may_change_places_with_their_sources(case):
+    """The layers of the second model over the sources follow those of the model."""
+    for family in ("marian", "m2m_100"):
+        own = case(family)
+        inputs, start = own.inputs(slice(0, 2)), torch.tensor([own.start] * 2)
+        past = own.model(**inputs, decoder_input_ids=start, use_cache=True).past_key_values
+        following = torch.tensor([[7], [9]])
+        past.reorder_cache(torch.tensor([1, 0]))
+        swapped = {name: tensor.flip(0) for name, tensor in inputs.items()}
+        found = own.model(**swapped, decoder_input_ids=following, past_key_values=past, use_cache=True).logits
+        whole = own.model(**swapped, decoder_input_ids=torch.cat([start, following], 1)).logits[:, -1:]
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+        past.batch_select_indices(torch.tensor([1]))
+        first = {name: tensor[:1] for name, tensor in inputs.items()}
+        found = own.model(**first, decoder_input_ids=following[:1], past_key_values=past, use_cache=True).logits
+        ids = torch.cat([start[:1], following[1:], following[:1]], 1)
+        whole = own.model(**first, decoder_input_ids=ids).logits[:, -1:]
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_model_inside_of_a_generation_has_sources_of_its_own(case):
+    """Logits processors may call other mixtures, which must not read the sources of the running one."""
+    marian, nllb = case("marian"), case("m2m_100")
+    encoded = nllb.lm.model.get_encoder()(**nllb.inputs(slice(1, 2)))
+
+    def processor(_, scores):
+        with pytest.raises(ModelError, match="reads the sources with an encoder of its own"):
+            nllb.model(encoder_outputs=encoded, decoder_input_ids=torch.tensor([nllb.start]))
+        return scores
+
+    marian.model.generate(**marian.inputs(slice(0, 1)), max_new_tokens=2, logits_processor=[processor])
+
+
+def test_store_of_another_reader_is_searched_with_its_keys(case, tmp_path):
+    """The keys of the store are those of the second model, and its encoder reads the sources for them."""
     marian = case("marian")
-    build(STORED, tmp_path / "tuned.store", lm=marian.lm)
-    similar = pairs(24, start=8)
-    memories = f"knn,ngram,decoder={save_decoder('marian', tmp_path / 'decoder')}"
-    Mixture.open(tmp_path / "tuned.store", marian.lm, memories=memories).tune(similar, ks=[1, 4])
-    mixture = Mixture.open(tmp_path / "tuned.store", marian.lm)
-    assert sorted(memory.name for memory in mixture.memories) == ["decoder", "knn", "ngram"]
-    model, options = KnnForSeq2SeqLM(mixture), {"num_beams": 2, "max_new_tokens": NEW_TOKENS}
-    with_cache = model.generate(**marian.inputs(), **options)
-    assert with_cache.tolist() == model.generate(**marian.inputs(), **options, use_cache=False).tolist()
+    build(STORED, tmp_path / "other.store", lm=marian.decoder, key_format="float32")
+    mixture = Mixture.open(tmp_path / "other.store", marian.lm, k=5, knn_temperature=4.0, lmbda=0.6)
+    brute_force = BruteForce(marian.decoder, "marian", STORED)
+    start = torch.tensor([marian.start])
+    found = KnnForSeq2SeqLM(mixture).generate(**marian.inputs(), max_new_tokens=NEW_TOKENS).tolist()
+    for source, row in zip(marian.sources, found, strict=True):
+        written = start[0].tolist()
+        for _ in range(NEW_TOKENS):
+            key, _ = read_last(marian.decoder, "marian", source, written)
+            _, p_lm = read_last(marian.lm, "marian", source, written)
+            p = brute_force.distribution(key, p_lm, k=5, knn_temperature=4.0, lmbda=0.6)
+            written.append(int(p.argmax()))
+            if written[-1] == marian.lm.tokenizer.eos_token_id:
+                break
+        assert row[: len(written)] == written
+
+
+def test_saved_mixture_with_a_decoder_translates_the_same(case, tmp_path):
+    nllb = case("m2m_100")
+    nllb.model.save_pretrained(tmp_path / "saved")
+    opened = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")
+    assert [memory.name for memory in opened.mixture.memories] == ["knn", "decoder"]
+    reference = KnnForSeq2SeqLM(
+        Mixture.open(
+            nllb.mixture.path,
+            opened.mixture.lm,  # positions of these models are not saved
+            memories=f"knn:{KNN},decoder={nllb.decoder.name}:{DECODER}",
+            k=5,
+            knn_temperature=4.0,
+        )
+    )
+    found, right = (model.generate(**nllb.inputs(), max_new_tokens=NEW_TOKENS) for model in (opened, reference))
+    assert found.tolist() == right.tolist()
 
 
 def test_encoder_of_the_decoder_runs_once_for_a_translation(case):
@@ -141,25 +235,26 @@ def test_encoder_of_the_decoder_runs_once_for_a_translation(case):
     assert len(calls) == 1
 
 
-def test_store_is_not_searched_for_texts_that_have_ended_or_are_outside_the_domain(case, monkeypatch):
+@pytest.mark.parametrize("gated", [False, True])
+def test_store_is_not_searched_for_texts_that_have_ended_or_are_outside_the_domain(case, tuned, monkeypatch, gated):
     marian = case("marian")
-    queries: list[int] = []
-    search = marian.mixture.knn.search
+    mixture = tuned if gated else marian.mixture
+    model, queries, search = KnnForSeq2SeqLM(mixture), [], mixture.knn.search
 
     def counted(keys, *args):
         queries.append(len(keys))
         return search(keys, *args)
 
-    monkeypatch.setattr(marian.mixture.knn, "search", counted)
+    monkeypatch.setattr(mixture.knn, "search", counted)
     inputs, end = marian.inputs(), marian.lm.tokenizer.eos_token_id
-    written = marian.model.generate(**inputs, max_new_tokens=NEW_TOKENS)[:, len(marian.start) :].tolist()
+    written = model.generate(**inputs, max_new_tokens=NEW_TOKENS)[:, len(marian.start) :].tolist()
     lengths = [row.index(end) + 1 if end in row else len(row) for row in written]
     assert len(set(lengths)) > 1  # else no text ends before the others
     assert sum(queries) == sum(lengths)
     queries.clear()
-    monkeypatch.setattr(type(marian.mixture), "checks_sources", True)
-    monkeypatch.setattr(marian.mixture, "outside_domain", lambda states, _: torch.ones(len(states), dtype=torch.bool))
-    outside = marian.model.generate(**inputs, max_new_tokens=NEW_TOKENS)
+    monkeypatch.setattr(type(mixture), "checks_sources", True)
+    monkeypatch.setattr(mixture, "outside_domain", lambda states, _: torch.ones(len(states), dtype=torch.bool))
+    outside = model.generate(**inputs, max_new_tokens=NEW_TOKENS)
     assert queries == []
     alone = marian.lm.model.generate(
         **inputs,
@@ -174,7 +269,7 @@ def test_encoder_output_alone_is_refused(case):
     marian = case("marian")
     inputs = marian.inputs()
     encoded = marian.lm.model.get_encoder()(**inputs)
-    with pytest.raises(ModelError, match="decoder reads the sources too: pass input_ids, not encoder_outputs"):
+    with pytest.raises(ModelError, match="decoder reads the sources with an encoder of its own: pass input_ids"):
         marian.model.generate(encoder_outputs=encoded, max_new_tokens=2)
 
 
@@ -187,6 +282,12 @@ def test_decoders_of_another_kind_or_language_are_refused(case, tmp_path):
         nllb.mixture.readers.add(opened)
     tiny("gpt2").save_pretrained(tmp_path / "gpt2")
     tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ModelMismatch, match=r"cannot be mixed with m2m_100: The tokenizer of .* has no languages"):
+        Mixture.open(store, nllb.lm, memories=f"knn,decoder={save_decoder('marian', tmp_path / 'marian')}")
+    short = Seq2SeqLM(SEQ2SEQ_FAMILIES["bart"](), pair_tokenizer("bart"), name="short")
+    short.model.config.max_position_embeddings = 24
+    with pytest.raises(ModelMismatch, match="short reads sources of at most 24 tokens, but bart reads longer ones"):
+        case("bart").mixture.readers.add(short)
     with pytest.raises(ModelMismatch, match="another tokenizer"):
         Mixture.open(store, nllb.lm, memories=f"knn,decoder={tmp_path / 'gpt2'}")
     texts = [Document("a", "a.txt", "some words of a text")]

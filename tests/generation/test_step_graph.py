@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from helpers.graphs import Replays
+from helpers.models import pair_tokenizer, tiny
 from helpers.pairs import pair_lm, pairs
 from helpers.stores import documents
 from knnlm.errors import KnnlmWarning
@@ -80,6 +81,26 @@ def test_replayed_steps_of_a_gate_are_those_without_a_graph(gated, replays, monk
     assert torch.equal(tokens, expected[0])
     torch.testing.assert_close(logits, expected[1])
     assert replays.captured == 1
+    assert replays.replayed == 12 - WARM_RUNS
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_replayed_steps_beside_a_second_model_are_those_without_a_graph(
+    pair_store, tmp_path, replays, monkeypatch, beams
+):
+    """The passes of both models are outside of the graph, which reads the logits of both."""
+    lm, path = pair_store
+    for part in (tiny("marian", seed=1), pair_tokenizer()):
+        part.save_pretrained(tmp_path / "decoder")
+    mixture = Mixture.open(path, lm, memories=f"knn,decoder={tmp_path / 'decoder'}", use_tuned=False)
+    mixture.tune(VALID)
+    # `capturable` refuses spans, which this fixture does not see: only positions are given beside the logits.
+    monkeypatch.setattr(step_graph, "capturable", lambda _, context: not context.spans)
+    assert getattr(mixture.memories[1], "capturable", False)
+    expected = plain(mixture, monkeypatch, num_beams=beams)
+    tokens, logits = generate(mixture, num_beams=beams)
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(logits, expected[1])
     assert replays.replayed == 12 - WARM_RUNS
 
 

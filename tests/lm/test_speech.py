@@ -180,6 +180,12 @@ def test_second_model_reads_the_sounds_too(lm: SpeechLM, documents: list[Documen
         assert together[number].tolist()[: len(written)] == written
     without = model.generate(**inputs, max_new_tokens=5, use_cache=False)
     assert without.tolist() == together.tolist()
+    # The features are of the precision of the model, which may be another than that of the second one.
+    half = SpeechLM(tiny("whisper").bfloat16(), whisper_tokenizer(), whisper_extractor(), name="half", tgt_lang="en")
+    mixture = Mixture.open(tmp_path / "s", half, memories=f"decoder={tmp_path / 'decoder'}:1", use_tuned=False)
+    features, ids = half.pad_sources(half.encode_sources(paths[:1])), torch.tensor([START])
+    found = KnnForSeq2SeqLM(mixture)(**features, decoder_input_ids=ids).logits[0, -1].exp()
+    np.testing.assert_allclose(found.detach(), plain(decoder, paths[0], START)[1][-1], rtol=0.05, atol=1e-3)
 
 
 @pytest.mark.parametrize(("size", "channels"), [(1, 1), (2, 1), (4, 1), (2, 2)])

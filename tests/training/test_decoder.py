@@ -37,7 +37,7 @@ from knnlm.memories.decoder import CARD, load_card, save_card, set_lambda
 from knnlm.memories.output import load_tensors
 from knnlm.progress import note, silent
 from knnlm.training import decoder, decoder_trainer, trainer
-from knnlm.training.data import TokenStream, TrainingBatches, count_targets, join_groups
+from knnlm.training.data import TokenStream, TrainingBatches, count_targets
 from knnlm.training.initial_model import first_and_last, keep_layers, open_initial_model
 from knnlm.training.teacher import RetrievalTeacher, TeacherConfig
 from knnlm.training.trainer import CHECKPOINT, Schedule, distillation_loss, read_curve
@@ -495,7 +495,8 @@ def test_joined_groups_are_the_same_batch(small, initial, tmp_path, monkeypatch)
 )
 def test_groups_are_joined_up_to_the_maximum(lengths, room):
     groups = [np.array([[7, 0, 0, length] for length in group]) for group in lengths]
-    found = join_groups(groups, room)
+    text = TokenStream.from_documents([range(50)])
+    found = TrainingBatches(text, WindowShape(64, 64), start_token=0, held_out=0, seed=0).join_groups(groups, room)
     assert sorted(length for group in found for length in group[:, 3]) == sorted(itertools.chain(*lengths))
     given_ = {tuple(sorted(group)) for group in map(tuple, lengths)}
     for group in found:

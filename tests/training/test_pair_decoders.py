@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helpers.cli import failure, knnlm
 from helpers.decoders import PlainTraining, equal, losses
-from helpers.models import pair_tokenizer, tiny, whisper_extractor, whisper_tokenizer
+from helpers.models import pair_tokenizer, tiny, tiny_tokenizer, whisper_extractor, whisper_tokenizer
 from helpers.pairs import languages, pairs, start_tokens, write_tsv
-from knnlm.errors import DatastoreError, ParameterError
-from knnlm.ingest.build import build
+from knnlm.datastore.shards import join_shards
+from knnlm.datastore.store import Datastore
+from knnlm.errors import DatastoreError, ModelMismatch, ParameterError
+from knnlm.ingest.build import build, build_shard
 from knnlm.lm.speech import open_lm
-from knnlm.lm.windows import WindowShape
+from knnlm.lm.windows import PairTokens, WindowShape
 from knnlm.memories.decoder import load_card
 from knnlm.mixture.mixture import Mixture
 from knnlm.training.data import TokenStream, TrainingBatches
@@ -90,7 +93,6 @@ def test_training_on_pairs_is_that_of_a_plain_loop(family, opened, tmp_path):
     lm, initial = opened(family)
     texts = lm.encode_documents(STORED)
     card = train_decoder(texts, initial, tmp_path / "out", CONFIG, device="cpu")
-    assert card.settings["packed"] is None
     batches = TrainingBatches(
         TokenStream.from_documents(texts), WindowShape(128, 128), start_token=lm.start_token, held_out=0.0, seed=0
     )
@@ -136,11 +138,46 @@ def test_long_targets_are_read_in_windows_with_the_whole_source(opened):
     assert batch.columns(3).source_mask.tolist() == batch.source_mask[:1].tolist()
 
 
-def test_store_of_pairs_is_trained_on_like_its_documents(opened, tmp_path):
+@given(
+    sizes=st.lists(
+        st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=5), min_size=1, max_size=5
+    ),
+    room=st.integers(0, 600),
+)
+def test_groups_of_pairs_are_joined_up_to_the_maximum_with_their_sources(sizes, room):
+    flat = [size for group in sizes for size in group]
+    text = TokenStream.from_documents([PairTokens([5] * target, [6] * source) for target, source in flat])
+    batches = TrainingBatches(text, WindowShape(64, 64), start_token=1, held_out=0.0, seed=0)
+    windows = np.array([[first, 0, 0, target] for first, (target, _) in zip(text.starts, flat, strict=False)])
+    groups = np.split(windows, np.cumsum([len(group) for group in sizes])[:-1])
+    found = batches.join_groups(groups, room)
+    assert sorted(np.concatenate(found)[:, 0].tolist()) == windows[:, 0].tolist()
+    given_ = {tuple(group[:, 0].tolist()) for group in groups}
+    for group in found:
+        batch = batches.read(group)
+        read = batch.ids.numel() + batch.sources.numel()
+        assert read <= room or tuple(group[:, 0].tolist()) in given_
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_documents_of_a_changed_store_are_trained_on_with_their_own_sources(opened, tmp_path, shards):
+    """Removed pairs leave gaps in the numbers of entries, and shards have numbers of their own."""
     lm, initial = opened("marian")
-    store = build(STORED, tmp_path / "pairs.store", lm=lm)
+    if shards == 1:
+        store = build(STORED, tmp_path / "pairs.store", lm=lm)
+    else:
+        parts = [tmp_path / str(number) for number in range(shards)]
+        for number, part in enumerate(parts, 1):
+            build_shard(lambda: STORED, part, shard=f"{number}/{shards}", lm=lm).close()
+        join_shards(parts, tmp_path / "pairs.store")
+        store = Datastore.open(tmp_path / "pairs.store")
+    for number in (1, 2, 7, 20):
+        store.remove(document=f"p{number}")
+    store, by_id = Datastore.open(tmp_path / "pairs.store"), {each.id: each for each in STORED}
+    left = [by_id[document.id] for document in store.documents()]
+    assert len(left) == len(STORED) - 4
     train_decoder(store, initial, tmp_path / "store", CONFIG, device="cpu")
-    train_decoder(lm.encode_documents(STORED), initial, tmp_path / "texts", CONFIG, device="cpu")
+    train_decoder(lm.encode_documents(left), initial, tmp_path / "texts", CONFIG, device="cpu")
     assert equal(tmp_path / "store", tmp_path / "texts")
 
 
@@ -158,6 +195,12 @@ def test_selection_holds_pairs_out_and_ends_below_the_model(opened, tmp_path):
     with torch.no_grad():
         assert card.held_out[0]["loss"] == pytest.approx(float(loss(lm.model, None, windows, None, 0)), rel=1e-5)
     assert min(trial["loss"] for trial in card.selection["trials"]) < card.held_out[0]["loss"]
+    others = lm.encode_documents([replace(each, source_text=f"{each.source_text} x") for each in STORED[24:]])
+    assert [list(other) for other in others] == [list(own) for own in held_out]
+    with pytest.raises(DatastoreError, match="trained with another held out sources"):
+        train_decoder(
+            lm.encode_documents(STORED[:24]), initial, tmp_path / "out", config, held_out_text=others, device="cpu"
+        )
 
 
 def test_interrupted_training_on_pairs_resumes_with_the_same_result(opened, tmp_path, monkeypatch):
@@ -178,6 +221,8 @@ def test_interrupted_training_on_pairs_resumes_with_the_same_result(opened, tmp_
     others = lm.encode_documents([replace(each, source_text=f"{each.source_text} x") for each in STORED])
     with pytest.raises(DatastoreError, match="trained with another sources"):
         train_decoder(others, initial, tmp_path / "out", CONFIG, device="cpu")
+    with pytest.raises(DatastoreError, match="trained with another held out"):
+        train_decoder(texts, initial, tmp_path / "out", CONFIG, held_out_text=others[:5], device="cpu")
     train_decoder(texts, initial, tmp_path / "out", CONFIG, device="cpu")
     assert equal(tmp_path / "out", tmp_path / "whole")
 
@@ -208,10 +253,39 @@ def test_what_pairs_do_not_have_is_refused(opened, tmp_path):
         train_decoder([list(text) for text in texts], initial, tmp_path / "out", CONFIG, device="cpu")
     with pytest.raises(ParameterError, match="has all blocks of a pretrained one"):
         open_initial_model(lm.name, like=lm, layers=1)
+    with pytest.raises(ParameterError, match="has all blocks of a pretrained one"):
+        open_initial_model("small.json", like=lm)
+    tiny("llama").save_pretrained(tmp_path / "text")
+    tiny_tokenizer().save_pretrained(tmp_path / "text")
+    plain = open_lm(str(tmp_path / "text"), device="cpu")
+    with pytest.raises(ParameterError, match="is a decoder-only model, but the texts are pairs"):
+        train_decoder(texts, open_initial_model(plain.name, like=plain), tmp_path / "out", CONFIG, device="cpu")
     for part in (tiny("whisper"), whisper_tokenizer(), whisper_extractor()):
         part.save_pretrained(tmp_path / "whisper")
     with pytest.raises(ParameterError, match="reads sounds: no decoder can be"):
         open_initial_model(str(tmp_path / "whisper"), like=open_lm(str(tmp_path / "whisper"), tgt_lang="en"))
+
+
+def test_models_of_other_languages_or_start_tokens_are_refused_before_the_training(opened, tmp_path):
+    lm, initial = opened("m2m_100")
+    store = build(STORED[:6], tmp_path / "pairs.store", lm=lm)
+    back = open_lm(lm.name, device="cpu", src_lang="eng_Latn", tgt_lang="deu_Latn")
+    other = open_initial_model(lm.name, like=back)
+    with pytest.raises(
+        DatastoreError, match=r"built with another src lang \(deu_Latn\) than that of the initial model"
+    ):
+        train_decoder(store, other, tmp_path / "out", CONFIG, device="cpu")
+    texts = lm.encode_documents(STORED[:6])
+    train_decoder(texts, initial, tmp_path / "out", CONFIG, device="cpu")
+    with pytest.raises(DatastoreError, match="trained with another start tokens"):
+        train_decoder(texts, other, tmp_path / "out", CONFIG, device="cpu")
+    marian, _ = opened("marian")
+    model = tiny("marian")
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = 0
+    for part in (model, marian.tokenizer):
+        part.save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelMismatch, match=r"begin with the tokens \[0\], those of .* with \[1\]"):
+        open_initial_model(str(tmp_path / "other"), like=marian)
 
 
 @pytest.mark.parametrize("family", ["marian", "m2m_100"])
@@ -240,7 +314,7 @@ def test_commands_distil_tune_and_translate_with_a_decoder_of_pairs(family, open
     assert out.strip() == Mixture.open(store).translate([STORED[2].source_text], max_new_tokens=12)[0]
     code, out, err = knnlm(capfd, "translate", decoder, STORED[2].source_text, "--max-new-tokens", 12)
     assert code == 0, err
+    assert out.strip() == Mixture.open(decoder).translate([STORED[2].source_text], max_new_tokens=12)[0]
     assert load_card(decoder).initial_model.get("tgt_lang") == lm.tgt_lang
     wrong = failure(capfd, "distill", store, "--into", "decoder", "--out", tmp_path / "o", "--layers", 1)
     assert "has all blocks of a pretrained one" in wrong
-    assert not math.isnan(result["losses"]["loss"])

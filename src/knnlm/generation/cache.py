@@ -68,16 +68,21 @@ class MemoryState:
     reader_caches: dict[tuple[int, int], Cache] = field(default_factory=dict)
 
     def attach(self, cache: Cache) -> None:
-        """Append the layers that the cache does not have yet.
-
-        Layers over a source stay where they are: beams change places with those of the same source only.
-        """
+        """Append the layers that the cache does not have yet."""
         own = [layer for reader_cache in self.reader_caches.values() for layer in text_cache(reader_cache).layers]
         online = [layer for layer in (self.online, self.pending) if layer.is_initialized]
-        layers = [self.tokens, *self.keys.values(), *online, *own]
-        present = {id(layer) for layer in cache.layers}
-        cache.layers.extend(layer for layer in layers if id(layer) not in present)
+        _append_missing(cache, [self.tokens, *self.keys.values(), *online, *own])
         setattr(cache, _STATE_ATTRIBUTE, self)
+
+    def attach_sources(self, cache: Cache) -> None:
+        """Append the layers of other readers over the sources, which the cache does not have yet."""
+        caches = (own for own in self.reader_caches.values() if isinstance(own, EncoderDecoderCache))
+        _append_missing(cache, [layer for own in caches for layer in own.cross_attention_cache.layers])
+
+
+def _append_missing(cache: Cache, layers: Sequence[Any]) -> None:
+    present = {id(layer) for layer in cache.layers}
+    cache.layers.extend(layer for layer in layers if id(layer) not in present)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,13 @@ def memory_state(cache: Any) -> MemoryState:
 
 
 def advance(
-    mixture: Mixture, step: ForwardStep, keys: Mapping[Source, Tensor], *, state: MemoryState, cache: Any
+    mixture: Mixture,
+    step: ForwardStep,
+    keys: Mapping[Source, Tensor],
+    *,
+    state: MemoryState,
+    cache: Any,
+    with_spans: bool,
 ) -> Context:
     """Append one step to the state, and return the context of the positions to predict."""
     every = {source: own for source, own in keys.items() if source.place != BLOCK_INPUT}
@@ -159,7 +170,7 @@ def advance(
             state.keys[source].append(every[source], step.tokens)
     if isinstance(cache, Cache):
         state.attach(cache)
-    return Context(states, spans_of(state, step, mixture.layer) if mixture.needs_tokens else ())
+    return Context(states, spans_of(state, step, mixture.layer) if with_spans else ())
 
 
 def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> Cache:

@@ -367,6 +367,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             logits_to_keep=wide,
             keep_state=self._keeps_state,
+            locate=self.mixture.needs_positions and not self.mixture.needs_texts,
             **others,
         )
         prompts = _prompts.get()
@@ -428,6 +429,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             position_ids=position_ids,
             keep_state=self.mixture.needs_history,
+            locate=False,
             origins=origins,
             **others,
         )
@@ -442,10 +444,14 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         keep_state: bool,
+        locate: bool,
         origins: Tensor | None = None,
         **others: Any,
     ) -> tuple[Any, Context, MemoryState | None, ForwardStep | None]:
-        """Return what `read` returns, the state of the memories, and the step; None without `keep_state`."""
+        """Return what `read` returns, the state of the memories, and the step; None without `keep_state`.
+
+        With `locate`, the context has the positions in the texts instead of the texts.
+        """
         named = {
             "attention_mask": attention_mask,
             "position_ids": position_ids,
@@ -457,8 +463,9 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         inputs = {name: value for name, value in named.items() if name in self._base_arguments and value is not None}
         # Before the forward pass, because the base model fills the cache.
         state = memory_state(text_cache(past_key_values)) if keep_state else None
-        locates = state is None and self.mixture.needs_positions
-        before = self._text_length(past_key_values) if locates else 0
+        before = 0
+        if locate:
+            before = self._text_length(past_key_values) if state is None else state.tokens.get_seq_length()
         if input_ids is None and self.mixture.needs_tokens:
             raise ModelError("The memories of this mixture need the tokens: pass input_ids, not inputs_embeds.")
         output, keys = self._run_base(input_ids=input_ids, **inputs, **others)
@@ -468,19 +475,20 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         kept = slice(-output.logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
         step = None
         if state is None:
-            where = None
-            if locates and input_ids is not None:
-                where = _positions(input_ids, text_mask(attention_mask, len(input_ids)), before, kept)
-            context = Context({source: own[:, kept].flatten(0, 1) for source, own in keys.items()}, where=where)
+            context = Context({source: own[:, kept].flatten(0, 1) for source, own in keys.items()})
         else:
             assert input_ids is not None
             if origins is None and (prompts := _prompts.get()) is not None:
                 origins = prompts.origins(input_ids, state.tokens.get_seq_length())
             mask = text_mask(attention_mask, len(input_ids))
             step = ForwardStep(input_ids, mask, position_ids, kept, origins, self._encoded(len(input_ids), **others))
-            context = advance(self.mixture, step, keys, state=state, cache=self._filled_cache(output))
+            cache, with_spans = self._filled_cache(output), self.mixture.needs_tokens and not locate
+            context = advance(self.mixture, step, keys, state=state, cache=cache, with_spans=with_spans)
+        where = None
+        if locate and input_ids is not None:
+            where = _positions(input_ids, text_mask(attention_mask, len(input_ids)), before, kept)
         states = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
-        return output, replace(context, states=states), state, step
+        return output, replace(context, states=states, where=where), state, step
 
     def _with_evidence(self, input_ids: Tensor | None, cache: Any, logits_to_keep: int | Tensor) -> int | Tensor:
         """Return how many logits to keep so that the new tokens of a prompt update the online weights."""

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin, PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
@@ -73,8 +74,8 @@ class KnnSeq2SeqConfig(KnnConfig):
 class _Sources:
     """The sources of a batch, and what is known of them as long as they are translated."""
 
+    mixture: Mixture  # that translates them
     inputs: dict[str, Tensor]  # (B, …) tokens of an encoder with their mask, or features of sounds
-    tokens: list[SourceTokens]  # B, without padding; of sounds there are none
     outside: Tensor | None = None  # (B or B·beams,) those outside the domain of the store; None: not checked yet
     encoded: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the number of the reader
 
@@ -83,9 +84,15 @@ class _Sources:
         """How many there are."""
         return len(next(iter(self.inputs.values())))
 
+    @cached_property
+    def tokens(self) -> list[SourceTokens] | None:
+        """Their tokens without padding; sounds have none."""
+        given = self.inputs.get("input_ids")
+        return None if given is None else _unpadded(given, self.inputs.get("attention_mask"))
+
     def of_rows(self, rows: int) -> list[SourceTokens] | None:
-        """Return the source of each of some rows, None of sounds; beams and positions of one source are consecutive."""
-        return [self.tokens[row * self.count // rows] for row in range(rows)] if self.tokens else None
+        """Return the source of each of some rows; beams and positions of one source are consecutive."""
+        return None if self.tokens is None else [self.tokens[row * self.count // rows] for row in range(rows)]
 
     def outside_rows(self) -> list[bool] | None:
         """Return for each source whether it is outside the domain of the store; None: that was not checked."""
@@ -98,8 +105,11 @@ class _Sources:
         known = self.encoded.get(reader.number)
         if known is None or len(known["encoder_outputs"][0]) != rows:
             model: Any = reader.model.model
+            inputs = {
+                name: own.to(model.dtype) if own.is_floating_point() else own for name, own in self.inputs.items()
+            }
             with eval_mode(model):
-                states = model.get_encoder()(**self.inputs).last_hidden_state
+                states = model.get_encoder()(**inputs).last_hidden_state
             copies, mask = rows // len(states), self.inputs.get("attention_mask")
             known = {"encoder_outputs": BaseModelOutput(last_hidden_state=states.repeat_interleave(copies, 0))}
             if mask is not None:
@@ -239,7 +249,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         if readable_mask is not None:
             raise ParameterError("readable_mask is for the prompts of a decoder-only model.")
         name = self.main_input_name
-        sources = self._sources({**kwargs, name: _source_inputs(args, kwargs, name)})
+        sources = self._find_sources({**kwargs, name: _source_inputs(args, kwargs, name)})
         token = _sources.set(sources)
         try:
             with prompt_length(kwargs["decoder_input_ids"].shape[1] - len(self._lm.prefix_tokens)):
@@ -248,15 +258,14 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             _sources.reset(token)
             self.outside = None if sources is None else sources.outside_rows()
 
-    def _sources(self, inputs: Mapping[str, Any]) -> _Sources | None:
+    def _find_sources(self, inputs: Mapping[str, Any]) -> _Sources | None:
         """Return the sources among inputs of the model, if something depends on them; None: unknown or not needed."""
         needed = self.mixture.needs_sources or self.mixture.checks_sources or self._encoding_readers
         given, mask = inputs.get(self.main_input_name), inputs.get("attention_mask")
         if given is None or not needed:
             return None
-        tokens = [] if given.is_floating_point() else _unpadded(given, mask)
         named = {self.main_input_name: given, "attention_mask": mask}
-        return _Sources({name: value for name, value in named.items() if value is not None}, tokens)
+        return _Sources(self.mixture, {name: value for name, value in named.items() if value is not None})
 
     @property
     def _encoding_readers(self) -> list[Reading]:
@@ -269,7 +278,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         readers, sources = self._encoding_readers, inputs["pair"].sources
         if readers and sources is None:
             raise ModelError(
-                f"{readers[0].model.name} reads the sources too: pass {self.main_input_name}, not encoder_outputs."
+                f"{readers[0].model.name} reads the sources with an encoder of its own: pass {self.main_input_name}."
             )
         return {reader.number: sources.encode(reader, rows) for reader in readers}
 
@@ -303,7 +312,9 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         source = {name: value for name, value in source.items() if value is not None}
         done = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
         before = min(decoder_input_ids.shape[1], max(0, len(self._lm.prefix_tokens) - done))
-        sources = self._sources(source) or _sources.get()
+        sources = self._find_sources(source)
+        if sources is None and (running := _sources.get()) is not None and running.mixture is self.mixture:
+            sources = running
         pair = _PairInputs(decoder_input_ids, before, source, sources)
         output: Any
         reading = {"past_key_values": past_key_values, "use_cache": use_cache}
@@ -326,7 +337,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         text = ids[:, before:]
         origins = torch.full_like(text, Origin.GENERATED)
         origins[:, 0] = Origin.GIVEN
-        pair = _PairInputs(ids, before, dict(source), self._sources(source))
+        pair = _PairInputs(ids, before, dict(source), self._find_sources(source))
         output, context = self.read(text, origins=origins, use_cache=False, pair=pair)
         return output.logits[0], context
 
@@ -343,6 +354,9 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
     def _read(self, input_ids: Tensor | None, **inputs: Any) -> tuple[Any, Context, Any, Any]:
         """Read a step, with the source of each position in the context; beams have the source of their text."""
         output, context, state, step = super()._read(input_ids, **inputs)
+        cache = getattr(output, "past_key_values", None)
+        if state is not None and isinstance(cache, EncoderDecoderCache):
+            state.attach_sources(cache.cross_attention_cache)
         sources: _Sources | None = inputs["pair"].sources
         if sources is not None and self.mixture.needs_sources:
             positions = output.logits.shape[0] * output.logits.shape[1]

@@ -132,6 +132,11 @@ class CausalLM:
         return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
     @property
+    def max_source_length(self) -> int | None:
+        """The maximal number of tokens of a source; None: unlimited, or there are no sources."""
+        return None
+
+    @property
     def languages(self) -> dict[str, Any]:
         """The options of `open` that name the languages of the model; a decoder-only model has none."""
         return {}

@@ -79,6 +79,7 @@ class DecoderMemory:
 
     name = "decoder"
     expensive = False
+    capturable = True  # its prediction depends on nothing but the logits of the pass
     history_length = 0
     feature_names = LM_FEATURES
 

@@ -415,7 +415,10 @@ def open_beside(lm: CausalLM, name: str, *, dtype: str) -> CausalLM:
             f"{name} is an encoder-decoder model, which reads a source beside each text, but {lm.name} is a "
             "decoder-only model. Use a decoder-only model with the same tokenizer."
         )
-    return open_lm(name, device=str(lm.device), dtype=dtype, **lm.languages)
+    try:
+        return open_lm(name, device=str(lm.device), dtype=dtype, **lm.languages)
+    except ParameterError as error:  # of the languages, which the user has not chosen for this model
+        raise ModelMismatch(f"{name} cannot be mixed with {lm.name}: {error}") from None
 
 
 def open_reader(store: Datastore, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> CausalLM:

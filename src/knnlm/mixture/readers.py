@@ -67,6 +67,12 @@ class Readers:
                     f"{model.identity[what]}) than {lm.name} ({lm.identity[what]}), so they cannot be mixed. "
                     "Use a model with the same tokenizer and vocabulary."
                 )
+        own, limit = model.max_source_length, lm.max_source_length
+        if own is not None and (limit is None or own < limit):
+            raise ModelMismatch(
+                f"{model.name} reads sources of at most {own:,} tokens, but {lm.name} reads longer ones, so they "
+                "cannot be mixed. Use a model that reads sources of the same length."
+            )
         self.models.append(model)
         return len(self.models) - 1
 

@@ -29,6 +29,7 @@ from knnlm.training.trainer import MIN_DOCUMENTS, select_held_out
 
 _TOKENS_PER_READ = 1 << 20
 _MIN_TOKENS_FOR_FOUR_GROUPS = 8_192  # smaller steps have two groups
+_SOURCES_PER_READ = 4096  # that are tokenised at once
 _KEYS_PER_READ = 2048
 _SHUFFLE_BUFFER = 1 << 17  # keys that are shuffled together; bounds the memory
 _STATISTICS_SAMPLE = 1 << 15  # keys from which the mean and the standard deviation are estimated
@@ -44,35 +45,42 @@ class TokenStream:
 
     tokens: NDArray[np.int32]  # (N,)
     starts: NDArray[np.int64]  # (documents + 1,) the first position of each document, and the end of the last
-    sources: Sequence[Sequence[int]] | None = None  # the tokens of each document's source; None: they are no pairs
+    sources: TokenStream | None = None  # the source of each document; None: they are no pairs
 
     @classmethod
     def from_store(
         cls, store: Datastore, encode_sources: Callable[[Sequence[str]], Sequence[Sequence[int]]] | None = None
     ) -> TokenStream:
         """Read all tokens of a store; row i of the store is token i. `encode_sources` reads those of pairs."""
-        tokens = stored_tokens(store)
+        found = [(own.first_entry, own.source_text or "") for own in store.documents() if own.entries]
+        starts, texts = [first for first, _ in found], [text for _, text in found]
+        sources = None
         if store.has_pairs and encode_sources is not None:
-            found = [(first, text) for _, first, entries, text in store.catalog.source_texts() if entries]
-            starts, sources = [first for first, _ in found], encode_sources([text for _, text in found])
-            return cls(tokens, np.array([*starts, store.entry_count], dtype=np.int64), sources)
-        starts = [document.first_entry for document in store.documents() if document.entries]
-        return cls(tokens, np.array([*starts, store.entry_count], dtype=np.int64))
+            begins = range(0, len(texts), _SOURCES_PER_READ)
+            encoded = (encode_sources(texts[begin : begin + _SOURCES_PER_READ]) for begin in begins)
+            sources = cls._concatenate(np.asarray(source, np.int32) for some in encoded for source in some)
+        return cls(stored_tokens(store), np.array([*starts, store.entry_count], dtype=np.int64), sources)
 
     @classmethod
     def from_documents(cls, documents: Iterable[Sequence[int]]) -> TokenStream:
         """Concatenate the tokens of documents; empty documents are skipped."""
         documents = [document for document in documents if len(document)]
-        arrays = [np.asarray(document, dtype=np.int32) for document in documents]
-        starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+        read = cls._concatenate(np.asarray(document, dtype=np.int32) for document in documents)
         sources: Any = [source_of(document) for document in documents]
-        tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
-        return cls(tokens, starts, None if not sources or None in sources else sources)
+        if not sources or None in sources:
+            return read
+        return replace(read, sources=cls._concatenate(np.asarray(source, dtype=np.int32) for source in sources))
+
+    @classmethod
+    def _concatenate(cls, documents: Iterable[NDArray[np.int32]]) -> TokenStream:
+        arrays = list(documents)
+        starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+        return cls(np.concatenate(arrays) if arrays else np.zeros(0, np.int32), starts)
 
     def __add__(self, other: TokenStream) -> TokenStream:
-        """The documents of both."""
+        """Return the documents of both."""
         starts = np.concatenate([self.starts[:-1], other.starts + len(self.tokens)])
-        sources = None if self.sources is None or other.sources is None else [*self.sources, *other.sources]
+        sources = None if self.sources is None or other.sources is None else self.sources + other.sources
         return TokenStream(np.concatenate([self.tokens, other.tokens]), starts, sources)
 
     @property
@@ -87,11 +95,10 @@ class TokenStream:
 
     @property
     def sources_fingerprint(self) -> str | None:
-        """Hash of the sources; None without any."""
+        """Hashes of the sources; None without any."""
         if self.sources is None:
             return None
-        lengths = np.array([len(source) for source in self.sources], dtype=np.int32)
-        return tokens_hash(np.concatenate([lengths, *(np.array(source, np.int32) for source in self.sources)]))
+        return f"{self.sources.fingerprint} {self.sources.boundaries_fingerprint}"
 
 
 def stored_tokens(store: Datastore) -> NDArray[np.int32]:
@@ -167,12 +174,12 @@ class TrainingBatches:
         `prefix` are the tokens that a decoder reads before the start token of a target.
         """
         self.text, self.packed, self._shape, self._start_token, self._seed = text, packed, shape, start_token, seed
-        self._every, self._prefix = text, list(prefix)
+        self._text, self._prefix = text, list(prefix)  # the former with the held-out text
         table = self._table_of(text)
         held = self._mark_held_out(held_out if held_out_text is None else 0.0, table)
         self.held_out = table[held]
         if held_out_text is not None:
-            self._every = text + held_out_text
+            self._text = text + held_out_text
             self.held_out = self._table_of(held_out_text)
             self.held_out[:, 0] += len(text.tokens)
         self._short, self._long = self._split_by_length(table[~held])
@@ -250,15 +257,15 @@ class TrainingBatches:
         places = np.repeat(ends - sizes + skipped, sizes)  # (n,) of the window of each token
         offsets = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)  # within its window
         flat, local = places + offsets, np.repeat(begin, sizes) + offsets
-        sources = np.repeat(first, sizes) + local
+        numbers = np.repeat(first, sizes) + local  # in the stream
         shape = len(rows) * length
         ids = np.full(shape, self._start_token, dtype=np.int64)
         targets, positions = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
         inside = local > 0  # the first token of a document follows the start token
-        ids[flat[inside]] = self._every.tokens[sources[inside] - 1]
+        ids[flat[inside]] = self._text.tokens[numbers[inside] - 1]
         counted = local >= np.repeat(scored, sizes)
-        targets[flat[counted]] = self._every.tokens[sources[counted]]
-        positions[flat[counted]] = sources[counted]
+        targets[flat[counted]] = self._text.tokens[numbers[counted]]
+        positions[flat[counted]] = numbers[counted]
         # Padding is cut like windows: attention kernels compute no more positions of one than the longest window has.
         padding = np.maximum(np.tile(np.arange(length), (len(rows), 1)) - used[:, None], 0)
         restarts = (padding % self.longest).reshape(-1)
@@ -282,28 +289,56 @@ class TrainingBatches:
             ids[row, :skipped] = self._prefix[:skipped]
             known = max(1, begin)  # the first token of a document follows the start token
             shift = skipped - begin
-            ids[row, known + shift : end + shift] = self._every.tokens[first + known - 1 : first + end - 1]
+            ids[row, known + shift : end + shift] = self._text.tokens[first + known - 1 : first + end - 1]
             counted = slice(scored + shift, end + shift)
-            targets[row, counted] = self._every.tokens[first + scored : first + end]
+            targets[row, counted] = self._text.tokens[first + scored : first + end]
             positions[row, counted] = np.arange(first + scored, first + end)
+        sources, source_mask = self._read_sources(windows)
         return TrainingBatch(
             torch.from_numpy(ids),
             torch.from_numpy(targets).reshape(-1),
             torch.from_numpy(positions).reshape(-1),
-            None,
-            *self._read_sources(windows),
+            sources=sources,
+            source_mask=source_mask,
         )
+
+    def join_groups(self, groups: Sequence[NDArray[np.int64]], max_positions: int) -> list[NDArray[np.int64]]:
+        """Concatenate groups, the longest windows first, while they have at most `max_positions` including padding."""
+        joined: list[NDArray[np.int64]] = []
+        for group in sorted(groups, key=lambda windows: int(self.lengths(windows).max()), reverse=True):
+            both = np.concatenate([joined[-1], group]) if joined else group
+            if joined and len(both) * self._padded_length(both) <= max_positions:
+                joined[-1] = both
+            else:
+                joined.append(group)
+        return joined
+
+    def _padded_length(self, windows: NDArray[np.int64]) -> int:
+        """Return how many positions each of some windows has in a batch of them, with those of its source."""
+        targets = windows[:, 3] - windows[:, 1]
+        return int(targets.max() + (self.lengths(windows) - targets).max())
+
+    def lengths(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the (W,) numbers of tokens that are read of windows: those of the sources count too."""
+        sizes: NDArray[np.int64] = windows[:, 3] - windows[:, 1]
+        if self._text.sources is None:
+            return sizes
+        return sizes + np.diff(self._text.sources.starts)[self._documents(windows)]
+
+    def _documents(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the (W,) numbers of the documents of windows."""
+        return np.searchsorted(self._text.starts, windows[:, 0])
 
     def _read_sources(self, windows: NDArray[np.int64]) -> tuple[Tensor | None, Tensor | None]:
         """Return the (B, S) tokens of the sources of windows, padded on the right, and their mask; None without any."""
-        if self._every.sources is None:
+        every = self._text.sources
+        if every is None:
             return None, None
-        documents = np.searchsorted(self._every.starts, windows[:, 0])
-        sources = [self._every.sources[document] for document in documents.tolist()]
-        lengths = np.array([len(source) for source in sources])
-        ids = np.zeros((len(sources), lengths.max()), dtype=np.int64)
-        for row, source in enumerate(sources):
-            ids[row, : len(source)] = source
+        documents = self._documents(windows)
+        begins, lengths = every.starts[documents], np.diff(every.starts)[documents]
+        ids = np.zeros((len(windows), lengths.max()), dtype=np.int64)  # any token: the mask hides it
+        for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
+            ids[row, :length] = every.tokens[begin : begin + length]
         mask = np.arange(ids.shape[1]) < lengths[:, None]
         return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
 
@@ -337,9 +372,9 @@ class TrainingBatches:
         self, windows: NDArray[np.int64], batch_tokens: int, random: np.random.Generator | None = None
     ) -> list[NDArray[np.int64]]:
         """Group windows by length, otherwise in their order; a group is a fraction of a step, or a single window."""
-        lengths = windows[:, 3] - windows[:, 1]
-        order = np.argsort(-lengths, kind="stable")
-        windows, lengths = windows[order], lengths[order].tolist()
+        sizes = self.lengths(windows)
+        order = np.argsort(-sizes, kind="stable")
+        windows, lengths = windows[order], sizes[order].tolist()
         share = batch_tokens // _groups(batch_tokens)
         packed, begin = [], 0
         while begin < len(windows):
@@ -407,17 +442,6 @@ def pack_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
         by_room[room - length].append(row)
         rooms |= 1 << (room - length)
     return rows
-
-
-def join_groups(groups: Sequence[NDArray[np.int64]], max_positions: int) -> list[NDArray[np.int64]]:
-    """Concatenate groups, the longest windows first, while they have at most `max_positions` including padding."""
-    joined: list[NDArray[np.int64]] = []
-    for group in sorted(groups, key=_max_length, reverse=True):
-        if joined and (len(joined[-1]) + len(group)) * _max_length(joined[-1]) <= max_positions:
-            joined[-1] = np.concatenate([joined[-1], group])
-        else:
-            joined.append(group)
-    return joined
 
 
 def count_targets(windows: NDArray[np.int64]) -> int:

@@ -27,6 +27,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, MissingExtra, ParameterError
 from knnlm.io import commit_folder, translate_os_errors
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.fingerprint import PAIR_FIELDS
 from knnlm.lm.loading import choose_device, write_checksums
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.decoder import CARD, DecoderCard, load_card, save_card
@@ -93,6 +94,7 @@ def train_decoder(
         _check_pairs(held_out, initial, config)
     settings = _settings(stream, initial, targets, config)
     settings["held_out_text"] = None if held_out is None else held_out.fingerprint
+    settings["held_out_sources"] = None if held_out is None else held_out.sources_fingerprint
     folder = Path(out).absolute()
     work = folder.with_name(f"{folder.name}.partial")
     if _is_finished(folder, settings, automatic) and not work.exists():
@@ -119,6 +121,8 @@ def _read_stream(text: Datastore | Iterable[Sequence[int]], lm: CausalLM) -> Tok
 def _check_pairs(text: TokenStream, initial: InitialModel, config: DecoderConfig) -> None:
     """Raise for texts without sources where an encoder reads some, and for options that pairs do not have."""
     if not initial.lm.has_encoder:
+        if text.sources is not None:
+            raise ParameterError(f"{initial.spec} is a decoder-only model, but the texts are pairs with a source.")
         return
     if text.sources is None:
         raise ParameterError(
@@ -169,6 +173,7 @@ def _settings(
         "text": text.fingerprint,
         "document_boundaries": text.boundaries_fingerprint,
         "sources": text.sources_fingerprint,
+        "start_tokens": [*initial.lm.prefix_tokens, initial.lm.start_token] if initial.lm.has_encoder else None,
         "initial_model": initial.lm.identity["weights"],
         "tokenizer": initial.lm.identity["tokenizer"],
         "targets": None if targets is None else {name: metadata.get(name) for name in _TARGET_SETTINGS},
@@ -197,11 +202,15 @@ def _check_teacher(targets: Teacher | None, text: TokenStream, beta: float) -> N
 def _check_tokens(source: Datastore | Iterable[Sequence[int]], text: TokenStream, initial: InitialModel) -> None:
     """Raise if the tokens are not those of the initial model's vocabulary."""
     name, identity = initial.spec, initial.lm.identity
-    if isinstance(source, Datastore) and source.model.get("tokenizer") not in (identity["tokenizer"], None):
-        raise DatastoreError(
-            f"{source.path}: built with another tokenizer ({source.model['tokenizer']}) than that of the initial model "
-            f"{name} ({identity['tokenizer']}). Use a model with the same tokenizer."
-        )
+    stored = source.model if isinstance(source, Datastore) else {}
+    for field in ("tokenizer", *(PAIR_FIELDS if stored.get("encoder_decoder") else ())):
+        if stored.get(field) not in (identity.get(field), None):
+            assert isinstance(source, Datastore)
+            what = field.replace("_", " ")
+            raise DatastoreError(
+                f"{source.path}: built with another {what} ({stored[field]}) than that of the initial model {name} "
+                f"({identity.get(field)}). Use a model with the same {what}."
+            )
     if len(text.tokens) and not 0 <= int(text.tokens.min()) <= int(text.tokens.max()) < initial.lm.vocab_size:
         raise ParameterError(
             f"The text has tokens from {text.tokens.min()} to {text.tokens.max()}, but the initial model {name} has "

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from knnlm.errors import KnnlmWarning, ParameterError
 from knnlm.lm.windows import WindowShape
 from knnlm.progress import Advance, Progress, duration, note
-from knnlm.training.data import TokenStream, TrainingBatch, TrainingBatches, count_targets, join_groups
+from knnlm.training.data import TokenStream, TrainingBatch, TrainingBatches, count_targets
 from knnlm.training.decoder_pass import DecoderPass, split_rows
 from knnlm.training.initial_model import InitialModel
 from knnlm.training.teacher import SparseTargets, Teacher
@@ -408,9 +408,12 @@ class DecoderTrainer:
     def _halve(self, parts: Sequence[_Part]) -> None:
         """Read half as many rows at once from now on; raise if that is less than one."""
         if max(len(batch.ids) for batch, _ in parts) <= 1 << self.state.halvings:
+            batch = parts[0][0]
+            sources = "" if batch.sources is None else f" with a source of {batch.sources.shape[1]:,}"
+            shorter = "shorter sources" if sources else "a smaller context"
             raise ParameterError(
-                f"The memory of {self._device} is too small to train on {parts[0][0].ids.shape[1]:,} tokens at once. "
-                "Use a smaller context or model."
+                f"The memory of {self._device} is too small to train on {batch.ids.shape[1]:,} tokens{sources} at "
+                f"once. Use {shorter} or model."
             )
         self.state.halvings += 1
         self._say(
@@ -438,7 +441,7 @@ class DecoderTrainer:
         return parts
 
     def _read_padded(self, groups: Sequence[NDArray[np.int64]]) -> list[TrainingBatch]:
-        groups = join_groups(groups, self._max_positions)
+        groups = self.batches.join_groups(groups, self._max_positions)
         parts_per_group = math.ceil(self.config.accumulate / len(groups))
         return [
             self.batches.read(windows)

@@ -79,7 +79,7 @@ def open_initial_model(spec: str, *, like: CausalLM, layers: int | None = None, 
     if own != wanted:
         raise ModelMismatch(
             f"{spec} has another tokenizer ({own}) than {like.name} ({wanted}), so a decoder trained from it could not "
-            "be mixed with it. Use a model with the same tokenizer, or the .json file of a configuration."
+            f"be mixed with it. {_advice(like, 'tokenizer')}"
         )
     kept = None
     if layers is not None:
@@ -195,7 +195,18 @@ def _as_lm(model: PreTrainedModel, like: CausalLM, name: str) -> CausalLM:
     lm = wrap_model(model, like.tokenizer, name=name, **like.languages)
     if lm.vocab_size != like.vocab_size:
         raise ModelMismatch(
-            f"{name} has {lm.vocab_size:,} tokens, but {like.name} has {like.vocab_size:,}. Use a model with the same "
-            "vocabulary, or the .json file of a configuration."
+            f"{name} has {lm.vocab_size:,} tokens, but {like.name} has {like.vocab_size:,}. "
+            f"{_advice(like, 'vocabulary')}"
+        )
+    own, wanted = ([*each.prefix_tokens, each.start_token] for each in (lm, like))
+    if own != wanted:
+        raise ModelMismatch(
+            f"Texts of {name} begin with the tokens {own}, those of {like.name} with {wanted}: they cannot be mixed."
         )
     return lm
+
+
+def _advice(like: CausalLM, same: str) -> str:
+    """Return which models a decoder beside another one can be trained from."""
+    other = "" if like.has_encoder else ", or the .json file of a configuration"
+    return f"Use a model with the same {same}{other}."
