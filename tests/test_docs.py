@@ -77,7 +77,14 @@ def workspace(tmp_path, model_folder, monkeypatch):
     (tmp_path / "notes.jsonl").write_text("\n".join(map(json.dumps, notes)))
     letter = {"id": "n1", "text": "Acme asked for a quote.", "customer": "acme", "year": 2026}
     (tmp_path / "letters.jsonl").write_text(json.dumps(letter))
-    for name, start in (("pairs.tsv", 0), ("valid.tsv", 60), ("test.tsv", 90), ("general.tsv", 120)):
+    for name, start in (
+        ("pairs.tsv", 0),
+        ("valid.tsv", 60),
+        ("test.tsv", 90),
+        ("general.tsv", 120),
+        ("contracts.tsv", 150),
+        ("contracts-valid.tsv", 180),
+    ):
         lines = (f"{each.source_text}\t{each.text}\n" for each in pairs(12, start=start))
         (tmp_path / name).write_text("".join(lines))
     (tmp_path / "letter.de").write_text("".join(f"{each.source_text}\n" for each in pairs(3, start=90)))

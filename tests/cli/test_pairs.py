@@ -128,6 +128,7 @@ def test_explain_shows_sources(folder, capfd):
     for empty in ("", " \n"):
         line = failure(capfd, "explain", folder / "pairs.store", pair.text, "--source", empty)
         assert "The text has an empty source. Give the text of which it is the target." in line
+    assert "give the source of the text too" in failure(capfd, "explain", folder / "pairs.store", pair.text)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_best_factor_keeps_text_of_another_domain():
     assert best_factor(figures((0, 1, 40), (1, 5, 40.1), (2, 7, 39.6), (4, 8, 39))) == 1
     assert best_factor(figures((0, 1, 40), (1, 5, 39.8), (2, 7, 39.8))) == 2
     assert best_factor(figures((0, 1, 40), (1, 5, 30), (2, 7, 20))) == 1
+    assert best_factor(figures((0, 1, 40), (1, 7, 30), (2, 5, 39))) == 2  # none keeps it: the smallest loss
 
 
 def test_larger_factors_end_after_two_losses_or_with_other_text():
@@ -180,6 +181,7 @@ def test_best_choice_has_the_best_bleu_of_those_that_keep_other_text():
     small, large = chosen((0, 1, 40), (1, 5, 40)), chosen((0, 1, 40), (1, 7, 39))
     assert best_choice([small, large]) == 0
     assert best_choice([chosen((0, 1, 40), (1, 5, 38)), large]) == 1
+    assert best_choice([chosen((0, 1, 40), (1, 9, 35)), large]) == 1  # not the best BLEU
     assert best_choice([chosen((0, 1, None), (1, 5, None)), chosen((0, 1, None), (1, 4, None), (2, 6, None))]) == 1
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from helpers.cli import failure, knnlm
 from helpers.decoders import PlainTraining, equal, losses
 from helpers.models import pair_tokenizer, tiny, tiny_tokenizer, whisper_extractor, whisper_tokenizer
 from helpers.pairs import languages, pairs, start_tokens, write_tsv
+from knnlm.cli.train import _describe_losses
 from knnlm.datastore.shards import join_shards
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelMismatch, ParameterError
@@ -195,6 +197,14 @@ def test_selection_holds_pairs_out_and_ends_below_the_model(opened, tmp_path):
     with torch.no_grad():
         assert card.held_out[0]["loss"] == pytest.approx(float(loss(lm.model, None, windows, None, 0)), rel=1e-5)
     assert min(trial["loss"] for trial in card.selection["trials"]) < card.held_out[0]["loss"]
+    trained = open_lm(str(tmp_path / "out"), device="cpu")
+    with torch.no_grad():
+        after = math.exp(float(loss(trained.model, None, windows, None, 0)))
+    chosen = card.selection["chosen"]
+    described = _describe_losses(asdict(card))
+    assert described.startswith(f"held-out perplexity {math.exp(card.held_out[0]['loss']):.3f} → ")
+    assert float(described.split("→ ")[1].split()[0]) == pytest.approx(after, rel=1e-3)
+    assert described.endswith(f"(rate {chosen['learning_rate']:g}, {chosen['epochs']:g} epochs)")
     others = lm.encode_documents([replace(each, source_text=f"{each.source_text} x") for each in STORED[24:]])
     assert [list(other) for other in others] == [list(own) for own in held_out]
     with pytest.raises(DatastoreError, match="trained with another held out sources"):
@@ -315,6 +325,14 @@ def test_commands_distil_tune_and_translate_with_a_decoder_of_pairs(family, open
     code, out, err = knnlm(capfd, "translate", decoder, STORED[2].source_text, "--max-new-tokens", 12)
     assert code == 0, err
     assert out.strip() == Mixture.open(decoder).translate([STORED[2].source_text], max_new_tokens=12)[0]
+    assert "note:" not in err  # no domain check has left the decoder out
     assert load_card(decoder).initial_model.get("tgt_lang") == lm.tgt_lang
     wrong = failure(capfd, "distill", store, "--into", "decoder", "--out", tmp_path / "o", "--layers", 1)
     assert "has all blocks of a pretrained one" in wrong
+    decoder.rename(tmp_path / "moved")
+    assert f"The decoder {decoder} does not exist. If it was moved, name" in failure(capfd, "translate", store, "ab")
+    (tmp_path / "decoder.partial").mkdir()
+    assert "has not ended. Repeat the command" in failure(capfd, "translate", store, "ab")
+    for folder, what in ((store, "a store: name it as knn="), (tmp_path / "decoder.partial", "no model")):
+        wrong = failure(capfd, "translate", store, "ab", "--memories", f"decoder={folder}")
+        assert f"The folder {folder} contains {what}" in wrong

@@ -401,17 +401,30 @@ def _train_decoder(
         card = tune_decoder(Mixture.open(out, lm), held_out, sources=valid, progress=bar)
     result = asdict(card)
     result |= {"lambda": result.pop("lmbda"), "lambda_metadata": result.pop("lmbda_metadata")}
-    result = {"into": "decoder", "out": str(out), "model": lm.name, **result}
+    result = {"into": "decoder", "out": str(out), "model": lm.name, "store": str(store.path), **result}
     return result, _describe_decoder(result)
 
 
 def _describe_decoder(result: dict[str, Any]) -> str:
-    text = f"{result['out']}: a decoder, loss {result['losses']['loss']:.3f} in {result['seconds']:.0f} s"
+    text = f"{result['out']}: a decoder, {_describe_losses(result)} in {result['seconds']:.0f} s"
     tuned = result["lambda_metadata"]
     if tuned is None:
-        return f"{text}. Next: knnlm tune {result['out']} TEXT --model {result['model']}"
+        with_store = f"knnlm tune {result['store']} TEXT --memories knn,ngram,decoder={result['out']}"
+        alone = f"knnlm tune {result['out']} TEXT --model {result['model']}"
+        return f"{text}. Next, with the store: {with_store}; without it: {alone}"
     figures = f"{tuned['base_perplexity']:.3f} → {tuned['perplexity']:.3f}"
     return f"{text}; λ = {result['lambda']:.2f}, perplexity {figures}. Next: knnlm eval {result['out']} TEXT"
+
+
+def _describe_losses(result: dict[str, Any]) -> str:
+    """Return the perplexity of held-out text before and after a training and what was chosen on it, or the loss."""
+    selection = result["selection"]
+    if selection is None:
+        return f"loss {result['losses']['loss']:.3f}"
+    before, after = result["held_out"][0]["loss"], min(loss for _, loss in selection["interpolations"])
+    chosen = selection["chosen"]
+    found = f"rate {chosen['learning_rate']:g}, {chosen['epochs']:g} epochs"
+    return f"held-out perplexity {perplexity(math.exp(before))} → {perplexity(math.exp(after))} ({found})"
 
 
 def _check_decoder(out: Path, beta: float, teaching: dict[str, Any], settings: dict[str, Any]) -> None:

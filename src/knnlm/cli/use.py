@@ -667,7 +667,7 @@ def translate(
         return
     for _, own in rows:
         console.print(visible(own.text if own else ""), markup=False, highlight=False, soft_wrap=True)
-    if not no_memory and (outside := sum(not own.stores for own in translations)):
+    if not no_memory and (outside := sum(not own.memory for own in translations)):
         check = (
             f"{outside} of {len(translations)} texts are outside the store's domain: the model alone translated them."
         )
@@ -704,6 +704,8 @@ def explain(
     """
 
     opened = mixture.open(store, model, machine)
+    if source is None and opened.lm.has_encoder:
+        raise ParameterError(f"{opened.lm.name} translates: give the source of the text too, with --source TEXT.")
     text = _text(text)
     source = source if source is None or opened.lm.reads_audio else _text(source)
     explained = opened.explain(text, source=source, top=top)

@@ -180,10 +180,9 @@ class OddsSearch:
 
 
 def best_factor(figures: Sequence[OddsFigures]) -> float:
-    """Return the factor with the best BLEU among those that keep other text; the smallest one if none does."""
+    """Return the factor with the best BLEU among those that keep other text; if none does, that which loses least."""
     alone, *tried = figures
-    kept = [own for own in tried if _keeps(own, alone)]
-    return max(kept, key=_bleu).factor if kept else tried[0].factor
+    return max(tried, key=lambda own: _rank(own, alone)).factor
 
 
 def lines(factor: float, end_odds: float) -> list[list[tuple[float, float]]]:
@@ -211,17 +210,14 @@ def walk(best: OddsFigures, line: Iterable[OddsFigures], rank: Callable[[OddsFig
     return best
 
 
-def _bleu(own: OddsFigures) -> float:
-    return own.bleu
-
-
 def best_choice(chosen: Sequence[ChosenOdds]) -> int:
-    """Return the number of the choice with the best BLEU, among those that keep other text if any does."""
+    """Return the number of the choice with the best BLEU among those that keep other text; else of the least loss."""
+    return max(range(len(chosen)), key=lambda place: _rank(chosen[place].best, chosen[place].alone))
 
-    def rank(place: int) -> tuple[bool, float]:
-        return _keeps(chosen[place].best, chosen[place].alone), chosen[place].best.bleu
 
-    return max(range(len(chosen)), key=rank)
+def _rank(own: OddsFigures, alone: OddsFigures) -> tuple[bool, float]:
+    """Return what is larger for a better choice: its BLEU or, if it does not keep other text, that of other text."""
+    return (True, own.bleu) if _keeps(own, alone) else (False, own.other_bleu or 0.0)
 
 
 def _keeps(own: OddsFigures, alone: OddsFigures) -> bool:

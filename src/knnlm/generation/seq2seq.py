@@ -408,10 +408,11 @@ def _select(name: str, value: Any, rows: Sequence[int]) -> Any:
 
 @dataclass(frozen=True)
 class TranslatedText:
-    """A text in the target language, and the stores that it was translated with; none: by the model alone."""
+    """A text in the target language, and the stores that it was translated with."""
 
     text: str
     stores: tuple[Datastore, ...]
+    memory: bool = True  # whether the memories took part; False: the model alone, where the domain check said so
 
 
 def translate(mixture: Mixture, sources: Sequence[str], **settings: Any) -> list[str]:
@@ -462,7 +463,7 @@ def translate_each(
                 output = generate_targets(model, [tokens[number] for number in batch], **settings)
                 outside = model.outside if use_memory and model.outside is not None else [False] * len(batch)
                 for number, text, alone in zip(batch, target_texts(lm, output), outside, strict=True):
-                    found[number] = TranslatedText(text, () if alone else stores)
+                    found[number] = TranslatedText(text, () if alone else stores, use_memory and not alone)
                 advance(len(batch))
     return [found[number] for number in range(len(tokens))]
 

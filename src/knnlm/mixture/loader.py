@@ -13,6 +13,7 @@ from typing import Any
 
 from knnlm.datastore.catalog import LANGUAGE_MODEL
 from knnlm.datastore.indexes import open_index
+from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmWarning, ModelError, ModelMismatch, ParameterError
 from knnlm.index.base import Index
@@ -315,6 +316,7 @@ class _Loader:
         known = [model.name for model in self.readers.models]
         if (name := str(Path(path).resolve())) in known:
             return DecoderMemory(known.index(name))
+        _check_decoder_folder(path)
         return DecoderMemory(self.readers.add(open_beside(self.lm, path, dtype=self.options.dtype)))
 
     def _output(self, spec: MemorySpec) -> OutputMemory:
@@ -404,6 +406,25 @@ def identity_of(memory: Memory) -> str | None:
     if not isinstance(memory, OutputMemory):
         return None
     return hashlib.sha256(json.dumps(asdict(memory.card), sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _check_decoder_folder(path: str) -> None:
+    """Raise an error for a folder without a model, which would be looked up on the model hub otherwise."""
+    folder = Path(path)
+    if folder.with_name(f"{folder.name}.partial").is_dir() and not folder.exists():
+        raise ParameterError(f"The training of {path} has not ended. Repeat the command that began it.")
+    if folder.is_absolute() and not folder.exists():
+        raise ParameterError(
+            f"The decoder {path} does not exist. If it was moved, name the memories with --memories, and tune the "
+            "store again."
+        )
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        what = (
+            f"a store: name it as knn={path}"
+            if (folder / CATALOG_FILE).is_file()
+            else "no model: it has no config.json"
+        )
+        raise ParameterError(f"The folder {path} contains {what}.")
 
 
 def open_beside(lm: CausalLM, name: str, *, dtype: str) -> CausalLM:

@@ -161,7 +161,7 @@ def check_same_settings(path: Path, found: Any, wanted: Mapping[str, Any]) -> No
         if found.get(name) != value:
             raise DatastoreError(
                 f"{path}: trained with another {name.replace('_', ' ')} ({found.get(name)}, now {value}). Use the same "
-                "settings, choose another --out, or remove it."
+                "text and settings, choose another --out, or remove it."
             )
 
 
