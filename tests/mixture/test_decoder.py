@@ -341,7 +341,9 @@ def test_decoder_without_beta_is_trained_on_text_alone(store_path, models, lm, m
     assert distill(capfd, store_path, tmp_path / "d") == metadata  # finished already
     code, said, _ = knnlm(capfd, "distill", store_path, "--into", "decoder", "--out", tmp_path / "d", *QUICK)
     assert code == 0
-    assert f"Next: knnlm tune {tmp_path / 'd'} TEXT --model {model_folder}" in said
+    out = tmp_path / "d"
+    assert f"Next, with the store: knnlm tune {store_path} TEXT --memories knn,ngram,decoder={out}; without" in said
+    assert f"without it: knnlm tune {out} TEXT --model {model_folder}" in said
 
 
 def test_beta_trains_on_targets_of_the_store_and_valid_tunes_lambda(store_path, models, model_folder, tmp_path, capfd):
