@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from knnlm.lm.causal import CausalLM
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
 
-FAMILIES = sorted(SEQ2SEQ_FAMILIES.keys() - {"whisper"})
 STORED = pairs(16)
 SOURCES = [each.source_text or "" for each in (*STORED[:2], *pairs(2, start=70))]
 KNN, DECODER = 0.3, 0.4  # weights; the model has the rest
@@ -62,17 +60,6 @@ class Case:
 
     def inputs(self, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
         return self.lm.pad_sources(self.sources[rows])
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory):
-    """The case of a family, which is built once."""
-    return lru_cache(lambda family: Case(family, tmp_path_factory.mktemp(family)))
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def every(request, case):
-    return case(request.param)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

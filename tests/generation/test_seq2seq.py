@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import transformers
 
-from helpers.models import SEQ2SEQ_FAMILIES
 from helpers.pairs import BruteForce, BruteForceScores, pair_lm, pairs, read_last, start_tokens
 from knnlm.errors import ModelError, ParameterError
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM, translate
@@ -23,7 +21,6 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.spec import MixtureOptions
 
-FAMILIES = sorted(SEQ2SEQ_FAMILIES.keys() - {"whisper"})
 STORED = pairs(24)
 SOURCES = [each.source_text or "" for each in (*STORED[:3], *pairs(3, start=70))]
 SETTINGS = {"k": 5, "knn_temperature": 4.0, "lmbda": 0.6}
@@ -50,17 +47,6 @@ class Case:
 
     def inputs(self, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
         return self.lm.pad_sources(self.sources[rows])
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory):
-    """The case of a family, which is built once."""
-    return lru_cache(lambda family: Case(family, tmp_path_factory.mktemp(family)))
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def every(request, case):
-    return case(request.param)
 
 
 @pytest.fixture(scope="module")

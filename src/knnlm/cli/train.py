@@ -401,15 +401,15 @@ def _train_decoder(
         card = tune_decoder(Mixture.open(out, lm), held_out, sources=valid, progress=bar)
     result = asdict(card)
     result |= {"lambda": result.pop("lmbda"), "lambda_metadata": result.pop("lmbda_metadata")}
-    result = {"into": "decoder", "out": str(out), "model": lm.name, "store": str(store.path), **result}
-    return result, _describe_decoder(result)
+    result = {"into": "decoder", "out": str(out), "model": lm.name, **result}
+    return result, _describe_decoder(result, store.path)
 
 
-def _describe_decoder(result: dict[str, Any]) -> str:
+def _describe_decoder(result: dict[str, Any], store: Path) -> str:
     text = f"{result['out']}: a decoder, {_describe_losses(result)} in {result['seconds']:.0f} s"
     tuned = result["lambda_metadata"]
     if tuned is None:
-        with_store = f"knnlm tune {result['store']} TEXT --memories knn,ngram,decoder={result['out']}"
+        with_store = f"knnlm tune {store} TEXT --memories knn,ngram,decoder={result['out']}"
         alone = f"knnlm tune {result['out']} TEXT --model {result['model']}"
         return f"{text}. Next, with the store: {with_store}; without it: {alone}"
     figures = f"{tuned['base_perplexity']:.3f} → {tuned['perplexity']:.3f}"

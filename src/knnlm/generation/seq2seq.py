@@ -260,9 +260,10 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
 
     def _find_sources(self, inputs: Mapping[str, Any]) -> _Sources | None:
         """Return the sources among inputs of the model, if something depends on them; None: unknown or not needed."""
-        needed = self.mixture.needs_sources or self.mixture.checks_sources or self._encoding_readers
         given, mask = inputs.get(self.main_input_name), inputs.get("attention_mask")
-        if given is None or not needed:
+        if given is None:  # first, because it is so at every step of a generation
+            return None
+        if not (self.mixture.needs_sources or self.mixture.checks_sources or self._encoding_readers):
             return None
         named = {self.main_input_name: given, "attention_mask": mask}
         return _Sources(self.mixture, {name: value for name, value in named.items() if value is not None})

@@ -323,19 +323,23 @@ class TrainingBatches:
         sizes: NDArray[np.int64] = windows[:, 3] - windows[:, 1]
         if self._text.sources is None:
             return sizes
-        return sizes + np.diff(self._text.sources.starts)[self._documents(windows)]
+        begins, ends = self._source_borders(self._text.sources, windows)
+        return sizes + ends - begins
 
-    def _documents(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the (W,) numbers of the documents of windows."""
-        return np.searchsorted(self._text.starts, windows[:, 0])
+    def _source_borders(
+        self, sources: TokenStream, windows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where the source of each of (W,) windows begins and ends."""
+        documents = np.searchsorted(self._text.starts, windows[:, 0])
+        return sources.starts[documents], sources.starts[documents + 1]
 
     def _read_sources(self, windows: NDArray[np.int64]) -> tuple[Tensor | None, Tensor | None]:
         """Return the (B, S) tokens of the sources of windows, padded on the right, and their mask; None without any."""
         every = self._text.sources
         if every is None:
             return None, None
-        documents = self._documents(windows)
-        begins, lengths = every.starts[documents], np.diff(every.starts)[documents]
+        begins, ends = self._source_borders(every, windows)
+        lengths = ends - begins
         ids = np.zeros((len(windows), lengths.max()), dtype=np.int64)  # any token: the mask hides it
         for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
             ids[row, :length] = every.tokens[begin : begin + length]
