@@ -124,14 +124,14 @@ class Checks:
 
     def difficult_data(self) -> str:
         """Anisotropic, clustered, duplicated, enormous, tiny, ordered."""
-        proofs = brute_forced = 0
+        proofs = divided = 0
         for kind in contract.KINDS.values():
             for metric in METRICS:
                 for count in (3, 70):
                     keys, queries = kind(self._new(6), self.sizes.rows, self.sizes.width, count)
                     index = contract.check_search(keys, queries, self.sizes.k, metric)
-                    proofs, brute_forced = proofs + index.searcher.proofs, brute_forced + index.searcher.brute_forced  # type: ignore[attr-defined]
-        return f"{proofs} proofs, {brute_forced} compared with everything"
+                    proofs, divided = proofs + index.searcher.proofs, divided + index.searcher.divided  # type: ignore[attr-defined]
+        return f"{proofs} proofs, {divided} measured in parts"
 
     def search_by_thresholds(self) -> str:
         """A whole search in which a sample suggests thresholds."""
@@ -155,9 +155,9 @@ class Checks:
             with contract.settings(gpu_search, _MAX_PROOF_GROUPS=8):
                 keys, queries = contract.duplicates(self._new(9), self.sizes.rows, self.sizes.width, 20)
                 index = contract.check_search(keys, queries, 3, "l2", coarse=1e-6)
-                brute_forced = index.searcher.brute_forced  # type: ignore[attr-defined]
-                assert brute_forced, "nothing was compared with everything"
-        return f"{proofs} proven, {brute_forced} compared with everything"
+                divided = index.searcher.divided  # type: ignore[attr-defined]
+                assert divided, "nothing was measured in parts"
+        return f"{proofs} proven, {divided} measured in parts"
 
     def int8_keys(self) -> str:
         """Exact about the rounded keys, close to the true ones."""
@@ -179,6 +179,20 @@ class Checks:
             again, first = index.search(queries, self.sizes.k), index.search(queries, self.sizes.k)
             assert torch.equal(again.distances, first.distances)
         return f"chunks of {index.searcher.chunk:,}"  # type: ignore[attr-defined]
+
+    def parts_of_the_keys(self) -> str:
+        """Neighbours in parts of the keys merge to those in all keys, bit by bit, ties included."""
+        firsts = [0, 1, self.sizes.rows // 3, self.sizes.rows // 2]
+        for kind in contract.KINDS.values():
+            for metric in METRICS:
+                for count in (3, 70):
+                    keys, queries = kind(self._new(13), self.sizes.rows, self.sizes.width, count)
+                    contract.check_parts(keys, queries, self.sizes.k, metric, firsts)
+        keys, queries = self._like_real()
+        for count in self.sizes.batches:
+            firsts = [0, len(keys) // 5, len(keys) // 2, len(keys) // 2 + 77]
+            contract.check_parts(keys, queries[:count], self.sizes.large_k, "l2", firsts)
+        return f"{len(contract.KINDS)} kinds of data, and a million keys"
 
     def _like_real(self) -> tuple[Tensor, Tensor]:
         """Return keys like those of a model: a few large dimensions, clusters, duplicates; and queries near some."""
@@ -214,7 +228,7 @@ class Checks:
             with contract.poisoned():
                 found = search.search(queries[:count], self.sizes.large_k)
             self._compare(found, keys, queries[:count], self.sizes.large_k)
-        return f"{search.proofs} proofs, {search.brute_forced} compared with everything"
+        return f"{search.proofs} proofs, {search.divided} measured in parts"
 
     def _search_of(self, keys: Tensor) -> FusedSearch:
         return FusedSearch(contract.device_keys(keys, "l2", int8=False))
@@ -248,6 +262,7 @@ class Checks:
                 continue
             eager = kept.search(queries[number : number + 1], self.sizes.large_k)
             assert torch.equal(captured.distances, eager.distances)
+            assert torch.equal(captured.ids, eager.ids)
             ids = captured.ids[0]
             own = (keys[ids].float() - query).square().sum(1)
             torch.testing.assert_close(own, captured.distances[0], rtol=1e-4, atol=1e-5)

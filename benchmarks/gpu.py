@@ -171,7 +171,7 @@ def search(millions: int, dtype: str) -> None:
         f"{wrong} of {64 * 1024}",
         f"distances off by {off:.1e}",
     )
-    note(f"{millions}M {dtype}: proofs, brute-force searches", f"{searcher.proofs}, {searcher.brute_forced}")
+    note(f"{millions}M {dtype}: proofs, of them in parts", f"{searcher.proofs}, {searcher.divided}")
     note(f"{millions}M {dtype}: peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
 
@@ -360,7 +360,7 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
         note(f"{name}: evaluation with int8 keys", f"{result.seconds:.2f} s", f"{result.perplexity:.3f}")
         del rounded
         searcher = mixture.knn.index.searcher
-        note(f"{name}: proofs, brute-force searches", f"{searcher.proofs}, {searcher.brute_forced}")
+        note(f"{name}: proofs, of them in parts", f"{searcher.proofs}, {searcher.divided}")
         generation(name, mixed)
         note(f"{name}: peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         store.close()

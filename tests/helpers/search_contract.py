@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from knnlm.index.base import Neighbours
+from knnlm.index.composite import merge_shards
 from knnlm.index.exact import BruteForceSearch, ExactIndex
 from knnlm.index.gpu import kernels
 from knnlm.index.gpu import search as gpu_search
@@ -247,6 +249,28 @@ def check_search(
         slack = slack + coarse * (queries.double().square().sum(1, keepdim=True) + keys.double().square().sum(1).max())
     check_answer(found, truth, k, slack)
     return index
+
+
+def check_parts(keys: Tensor, queries: Tensor, k: int, metric: str, firsts: list[int], **options: Any) -> Neighbours:
+    """Compare the merged neighbours in parts of (N, D) keys, which begin at `firsts`, with those in all keys, by bits.
+
+    Whole and parts are searched with the same options; equal distances are in the order of ids.
+    """
+
+    def nearest(own: Tensor) -> Neighbours:
+        index = ExactIndex(Array(own.cpu()), metric=metric, device=queries.device, kernels=True, **options)
+        return index.search(queries, k)
+
+    with poisoned():
+        whole = nearest(keys)
+        parts = [nearest(keys[first:end]) for first, end in itertools.pairwise([*firsts, len(keys)])]
+        merged = merge_shards(parts, firsts, k)
+    present = whole.ids[:, : min(k, len(keys))]
+    assert torch.equal(whole.ids, merged.ids), "parts have other neighbours than all keys"
+    assert torch.equal(whole.distances.view(torch.int32), merged.distances.view(torch.int32)), "distances differ"
+    same = whole.distances[:, : present.shape[1]].diff(dim=1) == 0
+    assert (present.diff(dim=1)[same] > 0).all(), "equal distances are not in the order of ids"
+    return whole
 
 
 def members(groups: int, pairs: int) -> Tensor:

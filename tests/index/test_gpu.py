@@ -90,10 +90,47 @@ def test_difficult_keys_and_queries_are_searched_exactly(kind, metric):
         check(keys, queries, 7, metric)
 
 
+@pytest.mark.parametrize("metric", METRICS)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_neighbours_in_parts_of_the_keys_merge_to_those_in_all_keys(metric, data):
+    rows = data.draw(st.integers(2, 700))
+    firsts = sorted({0, *data.draw(st.lists(st.integers(1, rows - 1), max_size=4))})
+    width, count = data.draw(st.sampled_from([3, 64, 70])), data.draw(st.sampled_from([1, 3, 20]))
+    kind = KINDS[data.draw(st.sampled_from(sorted(KINDS)))]
+    keys, queries = kind(seeded(data.draw(st.integers(0, 2**32))), rows, width, count)
+    k = data.draw(st.one_of(st.integers(1, 12), st.just(rows + 3)))
+    with at_least(data.draw(st.integers(0, 3))):
+        contract.check_parts(keys, queries, k, metric, firsts)
+
+
+@pytest.mark.parametrize("max_bytes", [None, 40_000])
+def test_first_of_equal_keys_are_returned_and_parts_merge_to_them(max_bytes):
+    keys, queries = contract.duplicates(seeded(3), 2000, 20, 6)
+    with at_least(0):
+        found = contract.check_parts(keys, queries, 9, "l2", [0, 1, 700, 1300], max_bytes=max_bytes)
+    same = (keys == keys[0]).all(1).nonzero()[:9, 0]
+    assert torch.equal(found.ids[0], same)
+
+
+def test_ties_are_in_the_order_of_ids_without_a_proof_where_it_is_deferred():
+    keys, queries = contract.duplicates(seeded(4), 300, 20, 4)  # few keys: all of them are measured
+    index = ExactIndex(Array(keys), kernels=True)
+    expected = index.search(queries, 5)
+    assert index.searcher.proofs > 0
+    proofs = index.searcher.proofs
+    with defer_checks() as checks:
+        found = index.search(queries, 5)
+    assert not checks.any_failed()
+    assert index.searcher.proofs == proofs
+    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(found.distances, expected.distances)
+
+
 def test_random_keys_need_no_proof():
     keys, queries = contract.random_data(seeded(1), 3000, 64, 4)
     index = check(keys, queries, 10, "l2")
-    assert index.searcher.proofs == index.searcher.brute_forced == 0
+    assert index.searcher.proofs == index.searcher.divided == 0
 
 
 def test_no_queries_return_empty_results():
@@ -124,7 +161,7 @@ def test_wrong_choice_of_groups_is_repaired_by_the_proof(monkeypatch):
     with at_least(0):
         index = check(keys, queries, 3, "l2")
         assert index.searcher.proofs > 0
-        assert index.searcher.brute_forced == 0
+        assert index.searcher.divided == 0
         monkeypatch.setattr(FusedSearch, "_prove", lambda *_, **__: None)
         with pytest.raises(AssertionError, match=r"missed|farther"):
             check(keys, queries, 3, "l2")
@@ -160,12 +197,12 @@ def test_where_too_many_groups_could_hold_a_neighbour_all_keys_are_compared(monk
     keys, queries = contract.duplicates(seeded(5), 3000, 20, 4)
     with at_least(1):
         index = check(keys, queries, 5, metric, coarse=1e-6)
-    assert index.searcher.brute_forced > 0
+    assert index.searcher.divided > 0
     # Queries that fit and queries that do not, in one batch.
     monkeypatch.setattr(gpu_search, "_MAX_PROOF_GROUPS", 40)
     with at_least(1):
         index = check(keys, queries, 5, metric, coarse=1e-6)
-    assert index.searcher.proofs >= index.searcher.brute_forced
+    assert index.searcher.proofs >= index.searcher.divided
 
 
 @pytest.mark.parametrize("metric", METRICS)

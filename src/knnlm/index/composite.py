@@ -22,14 +22,17 @@ from knnlm.index.base import (
     Index,
     Neighbours,
     Vectors,
+    can_pack,
     check_search,
     no_neighbours,
-    order_ties,
+    pack,
     pad_neighbours,
     probes,
     shard_probes,
+    smallest_packed,
+    unpack,
 )
-from knnlm.index.exact import ExactIndex, smallest_columns
+from knnlm.index.exact import ExactIndex
 from knnlm.index.rerank import merge
 
 _EXTRA = 16  # neighbours searched for beside the share that is expected to be removed
@@ -233,11 +236,14 @@ def choose_blocks(nearest: Sequence[Neighbours], count: int) -> list[Tensor]:
 def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> Neighbours:
     """Return the k nearest of all shards by (distance, id), given the k nearest of each and its first id."""
     device = found[0].ids.device
-    parts = [
-        order_ties(Neighbours(torch.where(one.ids < 0, one.ids, one.ids + first).to(device), one.distances.to(device)))
-        for one, first in zip(found, firsts, strict=True)
-    ]
-    # Of equal distances, those of the earlier shard come first: its ids are lower.
-    ids, distances = torch.cat([one.ids for one in parts], 1), torch.cat([one.distances for one in parts], 1)
-    columns = smallest_columns(distances, min(k, distances.shape[1]))
-    return order_ties(Neighbours(ids.gather(1, columns), distances.gather(1, columns)))
+    ids = torch.cat(
+        [torch.where(one.ids < 0, one.ids, one.ids + first).to(device) for one, first in zip(found, firsts, strict=True)],
+        1,
+    )
+    both = Neighbours(ids, torch.cat([one.distances.to(device) for one in found], 1))
+    k = min(k, ids.shape[1])
+    if can_pack(both):
+        return unpack(smallest_packed(pack(both), k))
+    by_id = ids.where(ids >= 0, torch.iinfo(torch.int64).max).argsort(dim=1)
+    distances, columns = both.distances.gather(1, by_id).sort(dim=1, stable=True)
+    return Neighbours(ids.gather(1, by_id).gather(1, columns)[:, :k], distances[:, :k])

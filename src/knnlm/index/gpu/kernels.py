@@ -127,6 +127,13 @@ class Survivors:
     columns: Tensor  # (B, capacity)
     values: Tensor  # (B, capacity); -inf where there is none
 
+    def kept_columns(self) -> Tensor:
+        """Return the columns that were kept, (B, W); -1 where a row has fewer than W."""
+        counts = self.counts.clamp(max=self.columns.shape[1])
+        columns = self.columns[:, : int(counts.max())]
+        absent = torch.arange(columns.shape[1], device=columns.device) >= counts[:, None]
+        return columns.masked_fill(absent, -1)
+
 
 def survivors(maxima: Tensor, thresholds: Tensor, capacity: int) -> Survivors:
     """Collect the values that reach the threshold of their row: (B, C), (B,)."""

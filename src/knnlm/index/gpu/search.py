@@ -6,18 +6,21 @@
 3. The keys of these groups are measured in float32, and the k nearest are taken.
 4. The k-th distance gives a bound on the score of anything as near (`DeviceKeys.score_bound`). Where no other group
    reaches it, the result is proven. Where one does, all groups that reach it are measured, which proves it too.
+
+Neighbours are the k smallest by (distance, id). A measured distance depends on its query and its key alone, so the
+neighbours in parts of the keys merge to those of all keys, to the last bit. A plain top-k takes any of several keys at
+the k-th distance, so such a result counts as unproven too, and its proof sorts by both numbers. Where the proof is
+deferred, the keys that were measured are sorted by both numbers at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from knnlm.index.base import Neighbours
-from knnlm.index.exact import BruteForceSearch
+from knnlm.index.base import Neighbours, pack, smallest_packed, unpack
 from knnlm.index.gpu.deferred import check_flag, is_capturing, is_deferred
 from knnlm.index.gpu.kernels import group_distances, group_maxima, key_ids, shape_for, survivors
 from knnlm.index.gpu.keys import DeviceKeys
@@ -28,8 +31,8 @@ _MAX_TOPK_GROUPS = 1 << 16  # groups up to which a plain top-k is fast
 _MAX_TOPK_QUERIES = 64  # queries up to which a plain top-k is fast
 _THRESHOLD_SAMPLE = 1 << 15  # groups that a threshold is estimated from
 _THRESHOLD_ROUNDS = 3
-_MAX_PROOF_GROUPS = 1 << 16  # groups of one query that are measured to prove its result
-_PROOF_BATCH = 1 << 27  # distances that are measured at once in a proof
+_MAX_PROOF_GROUPS = 1 << 16  # groups that are measured at once to prove the result of a query
+_PROOF_BATCH = 1 << 25  # distances that are measured at once in a proof, each with 20 bytes more to sort them
 _MAX_BATCH = 4096  # queries
 _MIN_EXTRA_GROUPS = 32
 
@@ -43,7 +46,7 @@ class FusedSearch:
         self.device_keys = device_keys
         self.workspace = workspace  # bytes for the group maxima
         self.proofs = 0  # queries whose result needed more groups to be proven
-        self.brute_forced = 0  # queries that were compared with every key in float32 or float64
+        self.divided = 0  # of these, queries whose groups were measured in several parts
         self.unproven: Tensor | None = None  # (B,) of a search that was captured into a CUDA graph
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
@@ -83,9 +86,13 @@ class FusedSearch:
         # Where the proof is deferred, measure more groups, which costs next to nothing, so that it rarely fails.
         deferred = len(queries) <= _MAX_TOPK_QUERIES and is_deferred(queries)
         groups, limit = nearest_groups(maxima, self._group_count(k) * (2 if deferred else 1))
-        nearest = self._measure(prepared.exact[: len(queries)], groups, k, pairs=shape.pairs)
+        if deferred:
+            nearest = unpack(self._smallest(prepared.exact[: len(queries)], groups, k, pairs=shape.pairs))
+            tied = torch.zeros_like(limit, dtype=torch.bool)
+        else:
+            nearest, tied = self._nearest(prepared.exact[: len(queries)], groups, k, pairs=shape.pairs)
         bound = keys.score_bound(prepared, nearest.distances[:, -1])
-        unproven = limit >= bound
+        unproven = (limit >= bound) | (tied & ~bound.isnan())
         if is_capturing(queries):
             captured.append(unproven)  # can be read after the graph is replayed
         if check_flag(unproven):
@@ -100,39 +107,69 @@ class FusedSearch:
         """Return how many groups to measure: the k nearest are in at most k groups, but scores are rounded."""
         return k + int(k * self.device_keys.extra_groups) + _MIN_EXTRA_GROUPS
 
-    def _measure(self, queries: Tensor, groups: Tensor, k: int, *, pairs: int) -> Neighbours:
-        """Return the k nearest keys of some groups."""
+    def _measure(self, queries: Tensor, groups: Tensor, *, pairs: int) -> Tensor:
+        """Return the distances of all keys of some groups."""
         keys = self.device_keys
-        distances = group_distances(
+        return group_distances(
             queries, keys.keys, scales=keys.scales, groups=groups, rows=keys.rows, pairs=pairs, metric=keys.metric
         )
-        nearest = distances.topk(k, dim=1, largest=False, sorted=True)
-        return Neighbours(key_ids(groups, nearest.indices, pairs=pairs), nearest.values)
+
+    def _nearest(self, queries: Tensor, groups: Tensor, k: int, *, pairs: int) -> tuple[Neighbours, Tensor]:
+        """Return the k nearest keys of some groups, and whether others are as far as the last of them, (B,)."""
+        distances = self._measure(queries, groups, pairs=pairs)
+        nearest = distances.topk(k, dim=1, largest=False, sorted=False)
+        found = Neighbours(key_ids(groups, nearest.indices, pairs=pairs), nearest.values)
+        found = unpack(pack(found).sort(dim=1).values)
+        last = found.distances[:, -1:]
+        tied = ((distances <= last).sum(1) > k) & last[:, 0].isfinite()
+        return found, tied
 
     def _prove(
         self, nearest: Neighbours, rows: Tensor, *, queries: Tensor, maxima: Tensor, bound: Tensor, pairs: int
     ) -> None:
-        """Measure every group that could contain something nearer, for some queries, and replace their neighbours."""
+        """Measure every group that could contain something as near, for some queries, and replace their neighbours."""
         self.proofs += len(rows)
         k = nearest.ids.shape[1]
         for batch in rows.split(_MAX_TOPK_QUERIES):
             reaching = survivors(maxima[batch], bound[batch], _MAX_PROOF_GROUPS)
-            counts = reaching.counts.clamp(max=_MAX_PROOF_GROUPS)
-            groups = reaching.columns[:, : int(counts.max())]
-            groups = groups.masked_fill(torch.arange(groups.shape[1], device=groups.device) >= counts[:, None], -1)
             fits = reaching.counts <= _MAX_PROOF_GROUPS
-            step = max(1, _PROOF_BATCH // (groups.shape[1] * 2 * pairs))
-            for some, own in zip(batch[fits].split(step), groups[fits].split(step), strict=True):
-                self._replace(nearest, some, self._measure(queries[some], own.contiguous(), k, pairs=pairs))
+            if (own := batch[fits]).numel():
+                groups = reaching.kept_columns()[fits]
+                self._replace(nearest, own, self._smallest(queries[own], groups, k, pairs=pairs))
             if (others := batch[~fits]).numel():
-                self.brute_forced += len(others)
-                vectors, metric = _FloatKeys(self.device_keys), self.device_keys.metric
-                exact = BruteForceSearch(vectors, metric=metric, device=queries.device, keep=False)
-                self._replace(nearest, others, exact.search(queries[others][:, : vectors.width], k))
+                self.divided += len(others)
+                found = self._smallest_of_parts(queries[others], maxima[others], bound[others], k, pairs=pairs)
+                self._replace(nearest, others, found)
+
+    def _smallest_of_parts(self, queries: Tensor, maxima: Tensor, bound: Tensor, k: int, *, pairs: int) -> Tensor:
+        """Return the k nearest keys of all groups that reach the bound as packed numbers, part after part."""
+        best = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+        for first in range(0, maxima.shape[1], _MAX_PROOF_GROUPS):
+            part = maxima[:, first : first + _MAX_PROOF_GROUPS].contiguous()
+            groups = survivors(part, bound, part.shape[1]).kept_columns()
+            if groups.shape[1]:
+                groups = torch.where(groups < 0, -1, groups + first)
+                best = torch.cat([best, self._smallest(queries, groups, k, pairs=pairs)], 1)
+                best = smallest_packed(best, min(k, best.shape[1]))
+        return best
 
     @staticmethod
-    def _replace(neighbours: Neighbours, rows: Tensor, by: Neighbours) -> None:
+    def _replace(neighbours: Neighbours, rows: Tensor, packed: Tensor) -> None:
+        by = unpack(packed)
         neighbours.ids[rows], neighbours.distances[rows] = by.ids, by.distances
+
+    def _smallest(self, queries: Tensor, groups: Tensor, k: int, *, pairs: int) -> Tensor:
+        """Return the k nearest keys of some groups as packed numbers, or fewer; of a negative group, none."""
+        width = groups.shape[1] * 2 * pairs
+        columns = torch.arange(width, device=groups.device)
+        found: list[Tensor] = []
+        step = max(1, _PROOF_BATCH // width)
+        for own_queries, own in zip(queries.split(step), groups.split(step), strict=True):
+            distances = self._measure(own_queries, own.contiguous(), pairs=pairs)
+            ids = key_ids(own, columns.expand(len(own), -1), pairs=pairs)
+            packed = pack(Neighbours(ids.masked_fill_(distances == torch.inf, -1), distances))
+            found.append(smallest_packed(packed, min(k, width)))
+        return torch.cat(found)
 
 
 def nearest_groups(maxima: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
@@ -177,25 +214,3 @@ def _above_threshold(maxima: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
         thresholds = torch.where(many[~good], best.values[~good][:, wanted], deeper).contiguous()
     chosen[left], limits[left] = _top(maxima[left], wanted)
     return chosen, limits
-
-
-class _FloatKeys:
-    """Keys on a device as `Vectors`."""
-
-    def __init__(self, device_keys: DeviceKeys) -> None:
-        self._device_keys = device_keys
-
-    @property
-    def rows(self) -> int:
-        return self._device_keys.rows
-
-    @property
-    def width(self) -> int:
-        return self._device_keys.width
-
-    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        for begin in range(0, self.rows, size):
-            yield begin, self._device_keys.take(begin, min(begin + size, self.rows))
-
-    def take(self, ids: Tensor) -> Tensor:
-        raise NotImplementedError

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from knnlm.index.base import HalfVectors, Neighbours, Searcher, Vectors
+from knnlm.index.base import HalfVectors, Neighbours, Searcher, Vectors, pack, smallest_packed, unpack
 from knnlm.index.gpu import kernels
 from knnlm.index.gpu.keys import KEY_MULTIPLE, WIDTH_MULTIPLE, DeviceKeys, HalfKeys, Int8Keys, padded
 from knnlm.index.gpu.search import DEFAULT_WORKSPACE, FusedSearch
@@ -250,7 +250,6 @@ class StreamedSearch:
 
 
 def _nearest_of(first: Neighbours, second: Neighbours, k: int) -> Neighbours:
-    """Return the k nearest of two results."""
-    ids, distances = torch.cat([first.ids, second.ids], 1), torch.cat([first.distances, second.distances], 1)
-    best = distances.topk(min(k, ids.shape[1]), dim=1, largest=False, sorted=True)
-    return Neighbours(ids.gather(1, best.indices), best.values)
+    """Return the k nearest of two results by (distance, id)."""
+    both = Neighbours(torch.cat([first.ids, second.ids], 1), torch.cat([first.distances, second.distances], 1))
+    return unpack(smallest_packed(pack(both), min(k, both.ids.shape[1])))
