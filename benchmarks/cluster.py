@@ -42,8 +42,8 @@ def main() -> None:
     if options.side:
         print(json.dumps(run_side(options)))
         return
-    sides = ["plain", "ray 1", f"ray {options.workers}"]
-    sides += [] if options.device == "cuda" else [f"{options.workers} plain"]
+    sides = list(dict.fromkeys(["plain", "ray 1", f"ray {options.workers}"]))
+    sides += [] if options.device == "cuda" or options.workers == 1 else [f"{options.workers} plain"]
     best: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="knnlm-cluster-", dir=options.folder) as name:
         folder = Path(name)
@@ -203,7 +203,8 @@ def show(best: dict[str, dict[str, float]], tokens: int, workers: int) -> None:
         print(f"{found['cpu']:8.1f}s{found['beside']:8.1f}s")
         found["cpu and beside"] = found["cpu"] + found["beside"] / (workers if str(workers) in side else 1)
     plain, one, many = best["plain"], best["ray 1"], best[f"ray {workers}"]
-    rows = [("time with Ray over time without", one, plain), (f"speed of {workers} workers over 1", one, many)]
+    rows = [("time with Ray over time without", one, plain)]
+    rows += [(f"speed of {workers} workers over 1", one, many)] if workers > 1 else []
     if machine := best.get(f"{workers} plain"):
         rows.append((f"speed of {workers} plain processes over 1", plain, machine))
     for name, first, second in rows:

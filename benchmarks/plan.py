@@ -40,6 +40,7 @@ from knnlm.plan.cost import (
     build_on_cpu,
     build_on_gpu,
     gpu_build_memory,
+    gpu_search_memory,
     index_cost,
     index_memory,
     search_memory,
@@ -60,6 +61,7 @@ FIGURES = {
     "one_ms": "one query, ms",
     "search_mb": "its memory, MB",
     "gpu_mb": "GPU memory of the build, MB",
+    "search_gpu_mb": "GPU memory of the search, MB",
 }
 
 
@@ -206,11 +208,14 @@ def search_phase(options: argparse.Namespace) -> dict[str, Any]:
         index.search(queries[:BATCH], K)
         batches = [timed(clock, index, queries[at : at + BATCH]) for at in range(0, len(queries), BATCH)]
         singles = [timed(clock, index, queries[at : at + 1]) for at in range(200)]
-    return {
+    found = {
         "batch_ms": sorted(batches)[rounds // 2] / BATCH * 1e3,
         "one_ms": sorted(singles)[100] * 1e3,
         "search_mb": peak_memory() / 1e6,
     }
+    if options.device == "cuda":
+        found["search_gpu_mb"] = torch.cuda.max_memory_allocated() / 1e6
+    return found
 
 
 def moved_keys(store: Datastore, count: int) -> torch.Tensor:
@@ -275,6 +280,7 @@ def predict(text: TextShape, model: ModelShape, name: str, constants: Constants,
     if device == "cuda":
         found["build_s"] = build_on_gpu(text, model, storage, constants).seconds
         found["gpu_mb"] = gpu_build_memory(text, model, constants) / 1e6
+        found["search_gpu_mb"] = gpu_search_memory(text.tokens, model.width, key_dtype="float16") / 1e6
         del found["search_mb"]
         one, many = (
             search_on_gpu(text.tokens, model.width, constants, queries=count, key_dtype="float16").seconds

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from helpers.stores import documents
 from knnlm.datastore.codecs import parse_storage
@@ -17,8 +18,8 @@ from knnlm.errors import ParameterError
 from knnlm.index import exact
 from knnlm.index.blocks import index as block_index
 from knnlm.index.faiss import FaissIndex
+from knnlm.index.gpu import kernels, streaming
 from knnlm.index.gpu import keys as gpu_keys
-from knnlm.index.gpu import streaming
 from knnlm.ingest import build as ingest
 from knnlm.ingest import segment_builder
 from knnlm.ingest.build import build
@@ -32,6 +33,7 @@ from knnlm.plan.cost import (
     build_on_gpu,
     gpu_build_memory,
     gpu_bytes,
+    gpu_search_memory,
     index_cost,
     search_on_cpu,
     search_on_gpu,
@@ -206,6 +208,9 @@ def test_constants_of_the_code_are_those_of_the_plan():
     assert cost._MAX_CPU_RESIDENT == exact._MAX_CPU_RESIDENT
     assert cost._DEVICE_SHARE == streaming._DEVICE_SHARE
     assert cost._PENDING_SEGMENTS == segment_builder._MAX_PENDING_SEGMENTS + 1
+    assert cost._WORKSPACE == streaming.DEFAULT_WORKSPACE
+    keys = {"float16": gpu_keys.HalfKeys, "int8": gpu_keys.Int8Keys}
+    assert {name: kind.extra_groups for name, kind in keys.items()} == cost._EXTRA_GROUPS
     assert cost._padded(100) == gpu_keys.padded(100, gpu_keys.WIDTH_MULTIPLE)
 
 
@@ -216,6 +221,21 @@ def test_gpu_memory_is_what_the_search_asks_for(key_dtype):
 
     needed = streaming._needed_bytes(Vectors(), key_dtype)
     assert gpu_bytes(Vectors.rows, Vectors.width, key_dtype) == needed
+
+
+@pytest.mark.parametrize(("key_dtype", "dtype"), [("float16", torch.float16), ("int8", torch.int8)])
+@pytest.mark.parametrize("queries", [1, 64, 65, 1024])
+def test_gpu_memory_of_a_search_is_that_of_its_keys_scores_and_distances(key_dtype, dtype, queries):
+    group = 2 * kernels.shape_for(queries, dtype).pairs
+    keys, measured = group * 40_000, 1024 + int(1024 * cost._EXTRA_GROUPS[key_dtype])
+    resident = keys * (128 * (2 if key_dtype == "float16" else 1) + 4)
+    expected = resident + queries * 40_000 * 4 + queries * measured * group * 4
+    assert gpu_search_memory(keys, 100, key_dtype=key_dtype, queries=queries) == expected
+
+
+def test_scores_of_a_search_on_a_gpu_take_no_more_than_their_workspace():
+    found = gpu_search_memory(1e9, 64, key_dtype="float16", queries=4096)
+    assert found == 1e9 * (128 + 4) + 2**33 + 4 * 4096 * 16 * 1088
 
 
 def test_memory_of_a_build_on_a_gpu_is_bounded():

@@ -237,7 +237,10 @@ def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> 
     """Return the k nearest of all shards by (distance, id), given the k nearest of each and its first id."""
     device = found[0].ids.device
     ids = torch.cat(
-        [torch.where(one.ids < 0, one.ids, one.ids + first).to(device) for one, first in zip(found, firsts, strict=True)],
+        [
+            torch.where(one.ids < 0, one.ids, one.ids + first).to(device)
+            for one, first in zip(found, firsts, strict=True)
+        ],
         1,
     )
     both = Neighbours(ids, torch.cat([one.distances.to(device) for one in found], 1))

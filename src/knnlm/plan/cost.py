@@ -45,6 +45,9 @@ _KEY_WORK = 48  # bytes for each key while an index is built: labels, gains and 
 _VALIDATION_BYTES = 1 << 28  # of stored keys that the validation of an index maps: 8,192 places, 64 KiB for each two
 _DEVICE_SHARE = 0.8  # of free GPU memory that keys and scores may take
 _GROUP_SCORES = 32  # bytes of scores for each key on a GPU: 128 queries, 4 bytes, a sixteenth of the keys
+_WORKSPACE = 1 << 33  # bytes of the scores of a batch on a GPU
+_EXTRA_GROUPS = {"float16": 1 / 16, "int8": 1.0}  # for each neighbour, measured on a GPU beside the nearest
+_FEW_QUERIES = 64  # up to which a score on a GPU is that of more keys
 _PENDING_SEGMENTS = 4  # on a GPU: three that are being written, and the one that is computed
 _DEVICE_KEY = 4  # bytes for each key on a GPU beside its numbers
 
@@ -275,6 +278,15 @@ def _padded(width: int) -> int:
 def gpu_bytes(keys: float, width: int, key_dtype: str) -> float:
     """Return the GPU memory that keys need to be searched, with the scores of the smallest batch."""
     return keys * (_padded(width) * (1 if key_dtype == "int8" else 2) + _DEVICE_KEY + _GROUP_SCORES)
+
+
+def gpu_search_memory(keys: float, width: int, *, key_dtype: str, queries: float = BATCH) -> float:
+    """Return the peak GPU memory of searching: keys, the scores of a batch, and the distances that are measured."""
+    resident = keys * (_padded(width) * (1 if key_dtype == "int8" else 2) + _DEVICE_KEY)
+    group = 16 if key_dtype == "float16" and queries > _FEW_QUERIES else 32  # keys with one score
+    scores = min(4 * queries * keys / group, _WORKSPACE)
+    measured = 4 * queries * group * min(keys / group, K * (1 + _EXTRA_GROUPS[key_dtype]))
+    return resident + scores + measured
 
 
 def gpu_capacity(memory_bytes: float) -> float:
