@@ -128,6 +128,15 @@ def test_damaged_or_foreign_block_checksums_are_computed_again(store_path):
     assert file.read_bytes() == sound
 
 
+def test_file_that_a_killed_process_left_is_removed_by_the_next(store_path):
+    folder = store_path / "segments/000000"
+    for name in ("keys.0123456789abcdef.partial", "keys.fedcba9876543210.partial"):
+        (folder / name).write_bytes(b"KNNLMSUM")
+    used(store_path)
+    assert (folder / "keys.sums").is_file()
+    assert not list(folder.glob("*.partial"))
+
+
 def test_reading_does_not_write_through_a_link(store_path, tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")

@@ -192,7 +192,9 @@ def _save(file: Path, sha256: str, sums: NDArray[np.uint32]) -> None:
                 out.write(body + hashlib.sha256(body).digest())
             partial.replace(file)
         finally:
-            partial.unlink(missing_ok=True)
+            # Also those of processes that were killed. One that is writing now fails to rename its file, and needs not.
+            for leftover in file.parent.glob(f"{file.stem}.*.partial"):
+                leftover.unlink(missing_ok=True)
 
 
 def _load(file: Path, sha256: str, count: int) -> NDArray[np.uint32] | None:
