@@ -16,6 +16,7 @@ disk.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def main() -> None:
         rows = [compare(size, name, constants, options) for size in options.sizes for name in options.formats]
     show(rows, constants, options)
     if options.json:
-        options.json.write_text(json.dumps({"machine": dict(constants.machine), "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"constants": dataclasses.asdict(constants), "rows": rows}, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -215,6 +216,7 @@ def search_phase(options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.device == "cuda":
         found["search_gpu_mb"] = torch.cuda.max_memory_allocated() / 1e6
+        found["proofs"] = index.searcher.proofs  # type: ignore[attr-defined]
     return found
 
 

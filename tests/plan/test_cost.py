@@ -142,6 +142,21 @@ def test_search_on_a_gpu_is_bound_by_reading_or_by_products():
     assert many.bottleneck == "comparing keys"
 
 
+@pytest.mark.parametrize(("keys", "seconds"), [(10, 100.0), (98, 100.0), (99, 101.0)])
+def test_search_on_a_gpu_waits_at_least_for_the_host(keys, seconds):
+    constants = unit_constants(gpu_launch=100.0, gpu_search=2.0, gpu_half_read=1 / 64)
+    made = search_on_gpu(keys, 64, constants, queries=1, key_dtype="float16")
+    assert made.seconds == pytest.approx(seconds)
+    assert (made.bottleneck == "starting kernels") == (keys == 10)
+
+
+def test_last_segment_of_a_build_on_a_gpu_is_written_when_the_model_has_ended():
+    constants = unit_constants(gpu_store_one=1.0)
+    for tokens in (1000, 3 << 20):
+        made = build_on_gpu(TextShape(tokens), MODEL, parse_storage("float16"), constants)
+        assert made.seconds == min(tokens, 1 << 20) * 128
+
+
 def test_index_of_codes_is_searched_by_lists_and_shortlist():
     index = automatic_index(1e6, 128, parse_storage("codes"))
     assert (index.kind, index.lists) == ("codes", 2048)

@@ -118,12 +118,17 @@ def test_shape_of_a_configuration_is_that_of_the_model(lm, model_folder):
 
 
 def test_kernels_of_the_gpu_are_measured(lm, tmp_path):
-    effort = GpuEffort(windows=2, text_copies=1, segments=2, segment_keys=256, keys=(256, 512), queries=16, repeats=1)
+    effort = GpuEffort(
+        windows=2, text_copies=1, segments=2, segment_keys=256, few_keys=128, keys=512, queries=16, repeats=1, singles=2
+    )
     figures, gpu = measure_gpu(lm, tmp_path, effort=effort)
     assert figures["cuda"] >= figures["cuda-compiled"] > 0
     assert gpu.tokenise > 0
     assert gpu.store > 0
+    assert gpu.store_one > 0
     assert gpu.start > 0
+    assert gpu.launch > 0
+    assert min(gpu.half_read, gpu.half, gpu.int8_read, gpu.int8, gpu.search, gpu.query) >= 0
 
 
 def test_command_measures_and_plans(capfd, constants, model_folder, tmp_path, monkeypatch):

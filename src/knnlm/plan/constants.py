@@ -91,8 +91,10 @@ class GpuConstants:
     compile: float  # compilation
     tokenise: float  # a token, on the host, ahead of the model
     store: float  # a byte of keys: copy to the host, hash and write, behind the model
+    store_one: float  # a byte of keys of one segment alone: the last one, after the model has ended
     start: float  # a build: the first batch, opening and closing files
-    search: float  # a call
+    launch: float  # a call, at least: the time in which the host starts its kernels
+    search: float  # a call, on the device
     query: float
     half_read: float  # a number of a float16 key, for each call
     half: float  # a number of a float16 key, for each query

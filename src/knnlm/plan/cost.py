@@ -140,6 +140,9 @@ def build_on_gpu(
         "writing keys": store_bytes(text, model, storage, device="cuda")
         * max(gpu.store, workers * constants.disk.write),
         "starting": gpu.start + (gpu.compile if compiling else 0.0),
+        "writing the last segment": min(text.tokens, SEGMENT_ENTRIES["cuda"])
+        * key_bytes(storage, model.width)
+        * gpu.store_one,
     }
     return Cost(parts, overlapping=("forward pass", "tokenising", "writing keys"))
 
@@ -263,7 +266,9 @@ def search_on_gpu(keys: float, width: int, constants: Constants, *, queries: flo
         "reading keys": numbers * read,
         "comparing keys": numbers * queries * product,
     }
-    return Cost(parts, overlapping=("reading keys", "comparing keys"))
+    overlapping = ("reading keys", "comparing keys")
+    waiting = gpu.launch - Cost(parts, overlapping).seconds  # of the device, for the host
+    return Cost({**parts, "starting kernels": max(0.0, waiting)}, overlapping)
 
 
 def _gpu(constants: Constants) -> GpuConstants:

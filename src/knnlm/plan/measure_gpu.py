@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from knnlm.plan.cost import K
 from knnlm.plan.model import shape_of
 
 _BLOCK = 1 << 18  # keys that are made at once
+_CLUSTERS = 4096
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ class GpuEffort:
     text_copies: int = 40  # of the demo's text, to tokenise
     segments: int = 3  # that are written at the same time
     segment_keys: int = 1 << 18
-    keys: tuple[int, int] = (1 << 20, 1 << 22)  # that are searched
+    few_keys: int = 1 << 16  # of a search that waits for the host
+    keys: int = 1 << 24  # of a search that reads them, and half as many
     queries: int = 1024
     repeats: int = 5
+    singles: int = 101  # single queries
 
 
 FULL_GPU = GpuEffort()
@@ -63,21 +67,24 @@ def measure_gpu(lm: CausalLM, folder: Path, *, effort: GpuEffort = FULL_GPU) -> 
     forward = _forward(lm, np.concatenate([np.asarray(tokens) for tokens in tokenised]), effort)
     flops = shape_of(lm.model, lm.name).flops(lm.window().context)
     models = {"cuda": forward.plain, "cuda-compiled": forward.fast}
-    call, query, half_read, half = _search(lm.width, lm.device, "float16", effort)
-    _, _, int8_read, int8 = _search(lm.width, lm.device, "int8", effort)
+    halves = _search(lm.width, lm.device, "float16", effort)
+    bytes_ = _search(lm.width, lm.device, "int8", effort)
+    store, store_one = _store(lm, folder, effort)
     return models, GpuConstants(
         flop=forward.plain / flops,
         compiled_flop=forward.fast / flops,
         compile=forward.compilation,
         tokenise=tokenise,
-        store=_store(lm, folder, effort),
+        store=store,
+        store_one=store_one,
         start=start,
-        search=call,
-        query=query,
-        half_read=half_read,
-        half=half,
-        int8_read=int8_read,
-        int8=int8,
+        launch=halves.launch,
+        search=halves.call,
+        query=halves.query,
+        half_read=halves.read,
+        half=halves.product,
+        int8_read=bytes_.read,
+        int8=bytes_.product,
         work_bytes=forward.work_bytes,
     )
 
@@ -112,35 +119,52 @@ def _forward(lm: CausalLM, tokens: np.ndarray, effort: GpuEffort) -> _Forward:
     return _Forward(plain / count, min(plain, fast) / count, max(0.0, first - fast), work_bytes)
 
 
-def _store(lm: CausalLM, folder: Path, effort: GpuEffort) -> float:
-    """Measure what copying a byte of keys from the device, hashing and writing it takes."""
+def _store(lm: CausalLM, folder: Path, effort: GpuEffort) -> tuple[float, float]:
+    """Measure what copying a byte of keys from the device, hashing and writing it takes: beside others, and alone."""
     keys = torch.randn(effort.segment_keys, lm.width, device=lm.device).half()
     values = np.zeros(len(keys), np.int32)
     collected = CollectedKeys(keys, keys.abs().amax().float(), None)
     _synchronise(lm.device)  # threads copy on streams of their own
-    taken = []
-    for _ in range(2):
+
+    def seconds(segments: int) -> float:
         begin = time.perf_counter()
         with SegmentWriter() as writer:
-            places = [folder / f"segment-{number}" for number in range(effort.segments)]
+            places = [folder / f"segment-{number}" for number in range(segments)]
             for written in [writer.submit(place, collected, values) for place in places]:
                 written.result()
-        taken.append(time.perf_counter() - begin)
-        for number in range(effort.segments):
-            shutil.rmtree(folder / f"segment-{number}")
-    return min(taken) / (effort.segments * keys.nbytes)
+        taken = time.perf_counter() - begin
+        for place in places:
+            shutil.rmtree(place)
+        return taken / (segments * keys.nbytes)
+
+    together, alone = ([seconds(segments) for _ in range(2)] for segments in (effort.segments, 1))
+    return min(together), min(alone)
 
 
-def _search(width: int, device: torch.device, dtype: str, effort: GpuEffort) -> tuple[float, float, float, float]:
-    """Return the seconds of a call, of a query, of a number that is read, and of a number that is compared."""
-    queries = torch.randn(effort.queries, width, device=device)
-    small, large = (_search_times(count, queries, dtype, effort) for count in effort.keys)
+@dataclass(frozen=True)
+class _Search:
+    """Seconds of a search."""
+
+    launch: float  # of a call that waits for the host
+    call: float  # of a call on the device
+    query: float
+    read: float  # of a number that is read
+    product: float  # of a number that is compared
+
+
+def _search(width: int, device: torch.device, dtype: str, effort: GpuEffort) -> _Search:
+    """Measure one query and many, over few keys and over so many that the device is slower than the host."""
+    room = _free_memory(device) // (4 * width * 2)
+    keys = min(effort.keys, max(2, room))
+    queries = _clustered(effort.queries, width, device, seed=2)
+    few = _search_times(min(effort.few_keys, keys), queries[:1], dtype, effort)
+    small, large = (_search_times(count, queries, dtype, effort) for count in (keys // 2, keys))
     more = large.numbers - small.numbers
     read = max(0.0, large.one - small.one) / more
     product = max(0.0, large.many - small.many) / (effort.queries * more)
     call = max(0.0, small.one - small.numbers * read)
     query = max(0.0, (small.many - call) / effort.queries - small.numbers * product)
-    return call, query, read, product
+    return _Search(few.one, call, query, read, product)
 
 
 @dataclass(frozen=True)
@@ -151,45 +175,57 @@ class _SearchTimes:
 
 
 def _search_times(count: int, queries: Tensor, dtype: str, effort: GpuEffort) -> _SearchTimes:
-    """Measure one query, and all, over so many keys."""
+    """Measure single queries, and all at once, over so many keys."""
     from knnlm.index.gpu.search import FusedSearch  # needs Triton
 
     device_keys = _device_keys(count, queries.shape[1], queries.device, dtype)
     searcher, k = FusedSearch(device_keys), min(K, count)
 
-    def seconds(some: Tensor) -> float:
-        return _shortest(lambda: searcher.search(some, k), queries.device, effort.repeats)
+    def times(batches: Sequence[Tensor]) -> list[float]:
+        return _times(lambda number: searcher.search(batches[number], k), queries.device, len(batches))
 
-    return _SearchTimes(device_keys.keys.numel(), seconds(queries[:1]), seconds(queries))
+    one = statistics.median(times([queries[number % len(queries)][None] for number in range(effort.singles)]))
+    return _SearchTimes(device_keys.keys.numel(), one, min(times([queries] * effort.repeats)))
+
+
+def _clustered(count: int, width: int, device: torch.device, *, seed: int) -> Tensor:
+    """Return vectors in clusters, whose variances fall with the rank, like those of a model."""
+    generator = torch.Generator(device=device).manual_seed(7)
+    spread = torch.arange(1, width + 1, device=device).float().rsqrt()
+    centres = torch.randn(_CLUSTERS, width, device=device, generator=generator) * spread * 3
+    generator.manual_seed(seed)
+    which = torch.randint(_CLUSTERS, (count,), device=device, generator=generator)
+    return centres[which] + torch.randn(count, width, device=device, generator=generator) * spread
 
 
 def _device_keys(count: int, width: int, device: torch.device, dtype: str) -> HalfKeys | Int8Keys:
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def block(size: int) -> Tensor:
-        return torch.randn(size, width, device=device, generator=generator)
-
-    sample = block(min(count, 1 << 14))
+    sample = _clustered(min(count, 1 << 14), width, device, seed=1)
     keys: HalfKeys | Int8Keys
     if dtype == "int8":
         keys = Int8Keys(count, width, metric="l2", device=device, sample=sample)
     else:
         keys = HalfKeys(count, width, metric="l2", device=device, centre=sample.mean(0))
     for first in range(0, count, _BLOCK):
-        keys.fill(first, block(min(_BLOCK, count - first)).half())
+        keys.fill(first, _clustered(min(_BLOCK, count - first), width, device, seed=3 + first).half())
     return keys
 
 
 def _shortest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the shortest time of some repeats after a warm-up; that of the warm-up without repeats."""
+    taken = _times(lambda _: work(), device, repeats, warm_up=repeats > 0)
+    return min(taken)
+
+
+def _times(work: Callable[[int], object], device: torch.device, repeats: int, *, warm_up: bool = True) -> list[float]:
+    """Return the time of each repeat, to which its number is passed."""
     taken = []
-    for _ in range(repeats + 1):
+    for number in [0] * warm_up + list(range(max(1, repeats))):
         _synchronise(device)
         begin = time.perf_counter()
-        work()
+        work(number)
         _synchronise(device)
         taken.append(time.perf_counter() - begin)
-    return min(taken[1:] or taken)
+    return taken[warm_up:]
 
 
 def _synchronise(device: torch.device) -> None:
@@ -200,6 +236,10 @@ def _synchronise(device: torch.device) -> None:
 def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def _free_memory(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 1 << 40
 
 
 def _allocated(device: torch.device) -> float:

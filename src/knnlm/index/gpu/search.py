@@ -9,8 +9,8 @@
 
 Neighbours are the k smallest by (distance, id). A measured distance depends on its query and its key alone, so the
 neighbours in parts of the keys merge to those of all keys, to the last bit. A plain top-k takes any of several keys at
-the k-th distance, so such a result counts as unproven too, and its proof sorts by both numbers. Where the proof is
-deferred, the keys that were measured are sorted by both numbers at once.
+the k-th distance; where there are several, or where the proof is deferred, the keys that were measured are selected by
+both numbers.
 """
 
 from __future__ import annotations
@@ -86,18 +86,21 @@ class FusedSearch:
         # Where the proof is deferred, measure more groups, which costs next to nothing, so that it rarely fails.
         deferred = len(queries) <= _MAX_TOPK_QUERIES and is_deferred(queries)
         groups, limit = nearest_groups(maxima, self._group_count(k) * (2 if deferred else 1))
+        exact = prepared.exact[: len(queries)]
         if deferred:
-            nearest = unpack(self._smallest(prepared.exact[: len(queries)], groups, k, pairs=shape.pairs))
+            nearest = unpack(self._smallest(exact, groups, k, pairs=shape.pairs))
             tied = torch.zeros_like(limit, dtype=torch.bool)
         else:
-            nearest, tied = self._nearest(prepared.exact[: len(queries)], groups, k, pairs=shape.pairs)
+            nearest, tied = self._nearest(exact, groups, k, pairs=shape.pairs)
         bound = keys.score_bound(prepared, nearest.distances[:, -1])
-        unproven = (limit >= bound) | (tied & ~bound.isnan())
+        unproven = limit >= bound
         if is_capturing(queries):
             captured.append(unproven)  # can be read after the graph is replayed
-        if check_flag(unproven):
-            rows = unproven.nonzero()[:, 0]
-            self._prove(nearest, rows, queries=prepared.exact, maxima=maxima, bound=bound, pairs=shape.pairs)
+        if check_flag(unproven | tied):
+            if (rows := (tied & ~unproven).nonzero()[:, 0]).numel():  # no other group has a key as near
+                self._replace(nearest, rows, self._smallest(exact[rows], groups[rows], k, pairs=shape.pairs))
+            if (rows := unproven.nonzero()[:, 0]).numel():
+                self._prove(nearest, rows, queries=exact, maxima=maxima, bound=bound, pairs=shape.pairs)
         # A query that is not finite, or whose distances overflow, has no neighbours.
         present = nearest.distances < torch.inf
         distances = nearest.distances + keys.distance_offset(queries)[:, None]
@@ -117,12 +120,13 @@ class FusedSearch:
     def _nearest(self, queries: Tensor, groups: Tensor, k: int, *, pairs: int) -> tuple[Neighbours, Tensor]:
         """Return the k nearest keys of some groups, and whether others are as far as the last of them, (B,)."""
         distances = self._measure(queries, groups, pairs=pairs)
-        nearest = distances.topk(k, dim=1, largest=False, sorted=False)
-        found = Neighbours(key_ids(groups, nearest.indices, pairs=pairs), nearest.values)
-        found = unpack(pack(found).sort(dim=1).values)
-        last = found.distances[:, -1:]
-        tied = ((distances <= last).sum(1) > k) & last[:, 0].isfinite()
-        return found, tied
+        one_more = min(k + 1, distances.shape[1])
+        nearest = distances.topk(one_more, dim=1, largest=False, sorted=False)
+        packed = pack(Neighbours(key_ids(groups, nearest.indices, pairs=pairs), nearest.values))
+        found = unpack(packed.sort(dim=1).values)
+        last = found.distances[:, k - 1]
+        tied = last.isfinite() & (found.distances[:, k:] == last[:, None]).any(1)
+        return Neighbours(found.ids[:, :k], found.distances[:, :k]), tied
 
     def _prove(
         self, nearest: Neighbours, rows: Tensor, *, queries: Tensor, maxima: Tensor, bound: Tensor, pairs: int
