@@ -256,8 +256,11 @@ def test_scores_of_a_search_on_a_gpu_take_no_more_than_their_workspace():
 def test_memory_of_a_build_on_a_gpu_is_bounded():
     small = gpu_build_memory(TextShape(1000.0), MODEL, unit_constants(gpu_work_bytes=7.0))
     assert small == 7 + 2000 + 1000 * 128
-    large = [gpu_build_memory(TextShape(tokens), MODEL, unit_constants()) for tokens in (1e8, 1e9)]
-    assert large[0] == large[1] == 2000 + 4 * 128 * 2**20
+    constants = unit_constants(gpu_work_bytes=7.0, gpu_compiled_work_bytes=11.0)
+    large = [gpu_build_memory(TextShape(tokens, 5000.0), MODEL, constants) for tokens in (1e8, 1e9)]
+    assert large[0] == large[1] == 11 + 2000 + 4 * 128 * 2**20
+    short = gpu_build_memory(TextShape(1e8), MODEL, constants)  # no full windows, so not compiled
+    assert short == 7 + 2000 + 4 * 128 * 2**20
 
 
 @pytest.mark.parametrize("key_format", ["float16", "float32", "int8", "pca16-int8", "codes", "pca16-codes8"])

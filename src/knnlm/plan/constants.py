@@ -101,6 +101,7 @@ class GpuConstants:
     int8_read: float
     int8: float
     work_bytes: float  # of a build: activations and buffers
+    compiled_work_bytes: float  # of a build with compiled layers
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,7 @@ def build_on_gpu(
     """Return the time to read a text and write its store with one of the GPUs that share a disk."""
     gpu = _gpu(constants)
     read = text.read_tokens(model.window)
-    compiled = _full_window_tokens(text, model)
-    compiling = compiled >= MIN_COMPILED_TOKENS
-    compiled = compiled if compiling else 0.0
+    compiled = _compiled_tokens(text, model)
     forward = (read - compiled) * forward_seconds(model, text, constants, "cuda")
     forward += compiled * forward_seconds(model, text, constants, "cuda-compiled")
     parts = {
@@ -139,7 +137,7 @@ def build_on_gpu(
         "tokenising": text.tokens * gpu.tokenise,
         "writing keys": store_bytes(text, model, storage, device="cuda")
         * max(gpu.store, workers * constants.disk.write),
-        "starting": gpu.start + (gpu.compile if compiling else 0.0),
+        "starting": gpu.start + (gpu.compile if compiled else 0.0),
         "writing the last segment": min(text.tokens, SEGMENT_ENTRIES["cuda"])
         * key_bytes(storage, model.width)
         * gpu.store_one,
@@ -147,11 +145,13 @@ def build_on_gpu(
     return Cost(parts, overlapping=("forward pass", "tokenising", "writing keys"))
 
 
-def _full_window_tokens(text: TextShape, model: ModelShape) -> float:
+def _compiled_tokens(text: TextShape, model: ModelShape) -> float:
+    """Return how many tokens a compiled model reads, those in full windows; 0 where compiling does not pay."""
     window, length = model.window, min(text.document_tokens, text.tokens)
     if length < window.context:
         return 0.0
-    return text.documents * ((length - window.context) // window.stride + 1) * window.context
+    tokens = text.documents * ((length - window.context) // window.stride + 1) * window.context
+    return tokens if tokens >= MIN_COMPILED_TOKENS else 0.0
 
 
 def index_cost(index: IndexShape, constants: Constants, *, times: float = 1.0, cold_bytes: float = 0.0) -> Cost:
@@ -309,7 +309,9 @@ def gpu_build_memory(text: TextShape, model: ModelShape, constants: Constants) -
     """Return the peak GPU memory of a build: weights, activations, and the segments that are being written."""
     segment = min(text.tokens, SEGMENT_ENTRIES["cuda"]) * 2 * model.width
     segments = min(_PENDING_SEGMENTS, math.ceil(text.tokens / SEGMENT_ENTRIES["cuda"]))
-    return _gpu(constants).work_bytes + 2 * model.parameters + segments * segment
+    gpu = _gpu(constants)
+    work = gpu.compiled_work_bytes if _compiled_tokens(text, model) else gpu.work_bytes
+    return work + 2 * model.parameters + segments * segment
 
 
 def index_memory(index: IndexShape, storage: Storage, constants: Constants) -> float:

@@ -86,6 +86,7 @@ def measure_gpu(lm: CausalLM, folder: Path, *, effort: GpuEffort = FULL_GPU) -> 
         int8_read=bytes_.read,
         int8=bytes_.product,
         work_bytes=forward.work_bytes,
+        compiled_work_bytes=forward.compiled_work_bytes,
     )
 
 
@@ -95,6 +96,7 @@ class _Forward:
     fast: float  # the same, compiled
     compilation: float  # seconds
     work_bytes: float
+    compiled_work_bytes: float
 
 
 def _forward(lm: CausalLM, tokens: np.ndarray, effort: GpuEffort) -> _Forward:
@@ -106,17 +108,21 @@ def _forward(lm: CausalLM, tokens: np.ndarray, effort: GpuEffort) -> _Forward:
     def read() -> None:
         collect_keys(lm, documents, window, batch_tokens=batch_tokens, offset=None, advance=lambda _: None)
 
+    before, count = _allocated(lm.device), len(tokens)
+
+    def work_bytes() -> float:
+        return max(0.0, _peak(lm.device) - before - count * lm.width * 2)
+
     _reset_peak(lm.device)
-    before = _allocated(lm.device)
-    plain = _shortest(read, lm.device, effort.repeats)
-    keys = len(tokens) * lm.width * 2
-    work_bytes = max(0.0, _peak(lm.device) - before - keys)
+    plain, plain_bytes = _shortest(read, lm.device, effort.repeats), work_bytes()
+    _reset_peak(lm.device)
     shape = (max(1, batch_tokens // window.context), window.context)
     with compiled(lm.model, lm.key_layer, shape):
         first = _shortest(read, lm.device, 0)
         fast = _shortest(read, lm.device, effort.repeats)
-    count = len(tokens)
-    return _Forward(plain / count, min(plain, fast) / count, max(0.0, first - fast), work_bytes)
+        fast_bytes = work_bytes()
+    compilation = max(0.0, first - fast)
+    return _Forward(plain / count, min(plain, fast) / count, compilation, plain_bytes, fast_bytes)
 
 
 def _store(lm: CausalLM, folder: Path, effort: GpuEffort) -> tuple[float, float]:
