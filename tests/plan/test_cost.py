@@ -114,8 +114,11 @@ def test_cost_names_its_largest_part_and_scales():
 def test_exact_search_on_a_cpu_is_a_product():
     index = automatic_index(5000, 64, parse_storage("float16"))
     assert index.kind == "exact"
-    made = search_on_cpu(index, unit_constants(exact=1.0, exact_read=2.0, exact_query=3.0, exact_key=5.0), queries=7)
+    constants = unit_constants(exact=1.0, exact_read=2.0, exact_query=3.0, exact_key=5.0, exact_beyond=11.0)
+    made = search_on_cpu(index, constants, queries=7)
     assert made.seconds == 1 + 2 * 5000 + 3 * 7 + 5 * 7 * 5000
+    larger = search_on_cpu(replace(index, keys=8200.0), constants, queries=7)
+    assert larger.seconds == 1 + 2 * 8200 + 11 * 8 + 3 * 7 + 5 * 7 * 8200
 
 
 def test_search_with_blocks_counts_centroids_keys_and_blocks():

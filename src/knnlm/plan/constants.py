@@ -62,6 +62,7 @@ class CpuConstants:
     # Exact search
     exact: float  # a call
     exact_read: float  # a key, for each call
+    exact_beyond: float  # a key that does not fit into the cache, for each call, in addition
     exact_query: float
     exact_key: float  # a key, for each query
     # Search of codes with FAISS

@@ -28,6 +28,7 @@ from knnlm.plan.sizes import (
 
 K = 1024  # neighbours of a query
 BATCH = 1024  # queries of a batch, where many are searched
+CACHED_KEYS = 8192  # of exact search on a CPU; more are read from memory in every call
 MIN_COMPILED_TOKENS = 15_000_000  # tokens in full windows from which on a build on a GPU compiles the model
 
 _CALIBRATION_TOKENS = 256  # that a build reads twice
@@ -220,7 +221,7 @@ def _exact_on_cpu(index: IndexShape, constants: Constants, queries: float) -> Co
     parts = {
         "calls": cpu.exact + queries * cpu.exact_query,
         "comparing keys": keys * queries * cpu.exact_key,
-        "reading keys": keys * cpu.exact_read,
+        "reading keys": keys * cpu.exact_read + max(0.0, keys - CACHED_KEYS) * cpu.exact_beyond,
     }
     if keys * index.width * 4 > _MAX_CPU_RESIDENT:
         parts["decoding keys"] = keys * index.width * cpu.assign

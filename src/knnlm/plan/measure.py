@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -44,7 +45,7 @@ from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM, KeyBatch
 from knnlm.lm.windows import WindowShape
 from knnlm.plan.constants import Constants, CpuConstants, DiskConstants, GpuConstants, packaged_constants
-from knnlm.plan.cost import K, index_memory, search_memory
+from knnlm.plan.cost import CACHED_KEYS, K, index_memory, search_memory
 from knnlm.plan.model import shape_of
 from knnlm.plan.sizes import IndexShape, automatic_index
 from knnlm.plan.system import (
@@ -249,7 +250,7 @@ def _forward(work: _Measurement) -> None:
     begin = work.clock()
     read()
     first = work.clock() - begin
-    seconds = min(work.times(read, 2)) / count
+    seconds = statistics.median(work.times(read, 3)) / count
     work.found["start"] = max(0.0, first - seconds * count)
     work.found |= {"forward": seconds, "flop": seconds / shape.flops(min(count, window.context))}
     weights = sum(each.nbytes for each in lm.model.parameters()) if lm.device.type == "cpu" else 0
@@ -440,22 +441,18 @@ def non_negative_fit(terms: NDArray[Any], seconds: NDArray[Any]) -> list[float]:
 
 
 def _exact(work: _Measurement) -> None:
-    """Measure exact search: for each call, query, key, and pair of both."""
-    keys = MemoryVectors(synthetic_keys(16_384, work.lm.width, seed=1))
+    """Measure exact search of one query and of many, over keys that fit into the cache and over more."""
     queries = synthetic_keys(512, work.lm.width, seed=2).float()
-    half = ExactIndex(MemoryVectors(keys.keys[:8192]))
-    whole = ExactIndex(keys)
-
-    def seconds(index: ExactIndex, count: int) -> float:
-        return work.shortest(lambda: index.search(queries[:count], K), repeats=3 if count > 1 else 20)
-
-    one_half, one = seconds(half, 1), seconds(whole, 1)
-    many_half, many = seconds(half, 512), seconds(whole, 512)
-    pair = max(0.0, (many - many_half) - (one - one_half)) / (511 * 8192)
-    read = max(0.0, (one - one_half) / 8192 - pair)
-    query = max(0.0, (many_half - one_half) / 511 - 8192 * pair)
-    call = max(0.0, one_half - query - 8192 * (read + pair))
-    work.found |= {"exact": call, "exact_read": read, "exact_query": query, "exact_key": pair}
+    terms, seconds = [], []
+    for count in (CACHED_KEYS // 2, CACHED_KEYS, CACHED_KEYS * 3 // 2, CACHED_KEYS * 5 // 2):
+        index = ExactIndex(MemoryVectors(synthetic_keys(count, work.lm.width, seed=1)))
+        for batch, repeats in ((1, 31), (len(queries), 3)):
+            index.search(queries[:batch], K)
+            taken = work.times(partial(index.search, queries[:batch], K), repeats)
+            terms.append([1.0, batch, count, max(0, count - CACHED_KEYS), batch * count])
+            seconds.append(statistics.median(taken))
+    names = ("exact", "exact_query", "exact_read", "exact_beyond", "exact_key")
+    work.found |= dict(zip(names, non_negative_fit(np.array(terms), np.array(seconds)), strict=True))
 
 
 class MemoryVectors:
