@@ -66,6 +66,9 @@ class FakeRay:
     def remote(self, _):
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *args: Actor(self, *args)))
 
+    def cluster_resources(self):
+        return {"CPU": 2.0}
+
     def put(self, value):
         return value
 

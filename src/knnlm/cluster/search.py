@@ -8,12 +8,13 @@ it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,7 @@ from knnlm.datastore.indexes import stored_indexes
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError, KnnlmError, KnnlmWarning, ParameterError
 from knnlm.index.base import Index, Neighbours, RemoteStatus, check_search, no_neighbours, pad_neighbours
-from knnlm.index.composite import ShardedIndex, merge_shards
+from knnlm.index.composite import ShardedIndex, cut_rows, merge_shards
 from knnlm.index.exact import QUERY_BATCH, find_centre, search_precisely
 
 _RETRY_SECONDS = 0.1  # before a call is repeated
@@ -36,6 +37,9 @@ _MAX_DEATHS = 5  # of one actor in a row, before another one takes its place
 _QUERIES_PER_CALL = 4 * QUERY_BATCH  # a multiple, so that matrix products are the same as in one process
 _PING_SECONDS = 2.0  # in which a process answers that works
 _CORES = 0.1  # that an actor reserves: it waits most of the time, and must fit beside other work
+_FIRST_SHARE = 2.0  # neighbours that a shard returns at first, times its share of them
+_MORE_RETURNED = 16  # beside this
+_MAX_ASKED_AGAIN = 0.1  # of the queries; above it, more neighbours are returned at first
 _START_SECONDS = 300.0  # for a process to start and to open its shards
 
 
@@ -116,6 +120,7 @@ class RemoteShards:
         with_index = store.trust_index and any(row.metric == metric for row, _ in stored_indexes(store))
         index: RemoteIndex | RemoteExactIndex
         if with_index or self.options.gpus or not store.key_count:
+            own = replace(own, threads=self._threads(groups))
             places = [_Place(number, number % groups, shard, own) for number, shard in enumerate(shards)]
             index = RemoteIndex(self, places, firsts, device=device)
         else:
@@ -138,12 +143,18 @@ class RemoteShards:
         return index
 
     def scatter(
-        self, places: Sequence[_Place], method: str, calls: Mapping[int, tuple[Any, ...]], *, opening: bool = False
+        self,
+        places: Sequence[_Place],
+        method: str,
+        calls: Mapping[int, tuple[Any, ...]],
+        *,
+        kept: int | None = None,
+        opening: bool = False,
     ) -> dict[int, Any]:
         """Call a method for some shards, each with arguments of its own, and return the results that arrive.
 
-        A shard without a result was missing, which is possible only where that is allowed. `opening`: the processes may
-        not have started yet.
+        A shard without a result was missing, which is possible only where that is allowed. Of the neighbours that a
+        shard finds, the first `kept` are returned. `opening`: the processes may not have started yet.
         """
         options = self.options
         if not self._in_flight.acquire(timeout=options.timeout):
@@ -152,7 +163,7 @@ class RemoteShards:
             self._release()
             by_number = {place.number: place for place in places}
             seconds = max(options.timeout, _START_SECONDS) if opening else options.timeout
-            return _Scatter(self, by_number, method, calls, seconds=seconds).run()
+            return _Scatter(self, by_number, (method, kept), calls, seconds=seconds).run()
         finally:
             self._in_flight.release()
 
@@ -176,6 +187,11 @@ class RemoteShards:
         """Start actors for so many shards, and return them: all groups, for other processes."""
         self._start(self.groups(shards))
         return [[replica.actor for replica in group] for group in self._groups]
+
+    def _threads(self, groups: int) -> int:
+        """Return the threads of each actor: all actors search at the same time."""
+        cores = int(self.ray.cluster_resources().get("CPU", 0))
+        return max(1, min(torch.get_num_threads(), cores // (groups * self.options.replicas)))
 
     def _start(self, count: int) -> None:
         """Start actors until there are so many groups."""
@@ -249,7 +265,7 @@ class RemoteShards:
         replicas = self._groups[place.group]
         self._turns[place.group] += 1
         actor = replicas[self._turns[place.group] % len(replicas)].actor
-        return actor.call.remote(place.state, place.settings, "probes", 1)
+        return actor.call.remote(place.state, place.settings, "probes", None, 1)
 
     def warn_missing(self, paths: set[str]) -> None:
         """Count a search without some shards, and warn of each shard once."""
@@ -294,12 +310,12 @@ class _Scatter:
         self,
         shards: RemoteShards,
         places: Mapping[int, _Place],
-        method: str,
+        method: tuple[str, int | None],
         calls: Mapping[int, tuple[Any, ...]],
         *,
         seconds: float,
     ) -> None:
-        self._shards, self._places, self._method = shards, places, method
+        self._shards, self._places, self._method = shards, places, method  # and how many neighbours are returned
         self._seconds = seconds
         self._args = _stored_once(shards.ray, calls)
         self._end = time.monotonic() + seconds
@@ -337,7 +353,7 @@ class _Scatter:
             self._give_up(number)
             return
         each = self._seconds / self._shards.options.replicas
-        reference = replica.actor.call.remote(place.state, place.settings, self._method, *self._args[number])
+        reference = replica.actor.call.remote(place.state, place.settings, *self._method, *self._args[number])
         self._pending[reference] = _Call(number, replica, min(self._end, now + each))
 
     def _wait(self) -> None:
@@ -404,6 +420,47 @@ def _stored_once(ray: Any, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, li
     return {number: [place(arg) for arg in args] for number, args in calls.items()}
 
 
+class ReturnedNeighbours:
+    """How many neighbours shards return: fewer than k at first, and all where one may have more of the k nearest.
+
+    A shard finds its k nearest, most of which are not among those of all shards. What it does not return is neither
+    copied nor merged. Shards are asked again about whole groups of `together` queries.
+    """
+
+    def __init__(self, shards: int, *, together: int = 1) -> None:
+        self._shards, self._together, self._share = shards, together, _FIRST_SHARE
+
+    def nearest(self, ask: Callable[[Tensor | None, int], Sequence[Neighbours]], k: int) -> Neighbours:
+        """Return the k nearest of all shards; `ask` returns the first neighbours of each, for all queries or for some.
+
+        Shards are asked again only about queries whose neighbours could change.
+        """
+        kept = min(k, math.ceil(k * self._share / self._shards) + _MORE_RETURNED)
+        found = ask(None, kept)
+        best = _nearest_of(found, k)
+        if kept == k:
+            return best
+        count = len(best.ids)
+        rows = whole_groups(cut_rows(found, best, kept), self._together, count)
+        if len(rows) > _MAX_ASKED_AGAIN * count:  # the neighbours of a query are in few shards
+            self._share *= 2
+        if len(rows):
+            more = _nearest_of(ask(rows, k), k)
+            best.ids[rows], best.distances[rows] = more.ids, more.distances
+        return best
+
+
+def _nearest_of(found: Sequence[Neighbours], k: int) -> Neighbours:
+    return pad_neighbours(merge_shards(found, [0] * len(found), k), k)
+
+
+def whole_groups(rows: Tensor, size: int, count: int) -> Tensor:
+    """Return all of `count` rows that are in a group of `size` with one of these rows."""
+    groups = (rows // size).unique()
+    every: Tensor = (groups[:, None] * size + torch.arange(size)).flatten()
+    return every[every < count]
+
+
 class RemoteIndex(ShardedIndex):
     """The indexes of shards in their actors."""
 
@@ -415,6 +472,7 @@ class RemoteIndex(ShardedIndex):
         self._shards, self._places, self._firsts = shards, list(places), list(firsts)
         self._device = torch.device(device)
         self._known_probes: dict[int, list[int | None]] = {}
+        self._returned = ReturnedNeighbours(len(places))
 
     @property
     def rows(self) -> int:
@@ -437,12 +495,34 @@ class RemoteIndex(ShardedIndex):
             self._known_probes[k] = [found[place.number] for place in self._places]
         return self._known_probes[k]
 
-    def _scatter(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Neighbours]:
-        results = self._shards.scatter(self._places, method, calls) if calls else {}
+    def _nearest(self, calls: Mapping[str, Mapping[int, tuple[Any, ...]]], k: int) -> Neighbours:
+        def ask(rows: Tensor | None, kept: int) -> list[Neighbours]:
+            found: dict[int, Neighbours] = {}
+            for method, own in calls.items():
+                of_rows = {number: _of_rows(args, rows) for number, args in own.items()}
+                found |= self._scatter(method, of_rows, kept=kept)
+            return [_moved(found[number], self._firsts[number]) for number in sorted(found)]
+
+        return self._returned.nearest(ask, k)
+
+    def _scatter(
+        self, method: str, calls: Mapping[int, tuple[Any, ...]], *, kept: int | None = None
+    ) -> dict[int, Neighbours]:
+        results = self._shards.scatter(self._places, method, calls, kept=kept) if calls else {}
         return {
             number: _neighbours(results[number]) if number in results else _nothing(method, args)
             for number, args in calls.items()
         }
+
+
+def _of_rows(args: tuple[Any, ...], rows: Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments of a call for some of its queries."""
+    return args if rows is None else tuple(arg[rows] if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def _moved(found: Neighbours, first: int) -> Neighbours:
+    """Return the neighbours of a shard with their ids in the store."""
+    return Neighbours(torch.where(found.ids < 0, found.ids, found.ids + first), found.distances)
 
 
 def _nothing(method: str, args: tuple[Any, ...]) -> Neighbours:
@@ -458,6 +538,8 @@ class RemoteExactIndex:
         self.metric, self.remote = places[0].settings.metric, shards.status
         self._shards, self._places, self._centre = shards, list(places), centre
         self._rows, self._device = sum(place.rows for place in places), torch.device(device)
+        # Matrix products of other queries round otherwise.
+        self._returned = ReturnedNeighbours(len(places), together=QUERY_BATCH)
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest vectors of each of (N, D) queries."""
@@ -475,15 +557,18 @@ class RemoteExactIndex:
 
     def _nearest(self, queries: Tensor, k: int, dtype: torch.dtype) -> tuple[Neighbours, Tensor]:
         """Return the k nearest of all shards by (distance, id), and the largest |k|²."""
-        name = str(dtype).removeprefix("torch.")
-        calls = {place.number: (queries, k, name) for place in self._places}
-        results = self._shards.scatter(self._places, "nearest", calls)
-        found = [_neighbours(results[number][:2]) for number in sorted(results)]
-        best = merge_shards(found, [0] * len(found), k) if found else no_neighbours(len(queries), k)
-        best = pad_neighbours(best, k)
-        return Neighbours(best.ids, best.distances.to(dtype)), torch.tensor(
-            max((square for *_, square in results.values()), default=0.0)
-        )
+        name, largest = str(dtype).removeprefix("torch."), [0.0]
+
+        def ask(rows: Tensor | None, kept: int) -> list[Neighbours]:
+            own = queries if rows is None else queries[rows]
+            calls = {place.number: (own, k, name) for place in self._places}
+            results = self._shards.scatter(self._places, "nearest", calls, kept=kept)
+            largest.extend(square for *_, square in results.values())
+            found = [_neighbours(results[number][:2]) for number in sorted(results)]
+            return found or [no_neighbours(len(own), k)]
+
+        best = self._returned.nearest(ask, k)
+        return Neighbours(best.ids, best.distances.to(dtype)), torch.tensor(max(largest))
 
 
 def _neighbours(arrays: tuple[Any, Any]) -> Neighbours:

@@ -62,7 +62,7 @@ class SearchSettings:
     rerank: bool
     key_dtype: str
     trust_index: bool
-    threads: int  # the last bits of exact distances depend on it
+    threads: int  # of torch; the last bits of exact distances depend on it
     whole: WholeStore | None = None  # exact search as a part of the whole store; None: by the shard's own index
 
 
@@ -86,8 +86,8 @@ class ShardActor:
         """Return the process id."""
         return os.getpid()
 
-    def call(self, state: ShardState, settings: SearchSettings, method: str, *args: Any) -> Any:
-        """Call a method of the index of a shard; arrays are tensors for it."""
+    def call(self, state: ShardState, settings: SearchSettings, method: str, kept: int | None, *args: Any) -> Any:
+        """Call a method of the index of a shard; arrays are tensors for it. Of neighbours, return the first `kept`."""
         store, index = self._opened(state, settings)
         if method == "probes":
             return probes(index, *args)
@@ -95,8 +95,8 @@ class ShardActor:
         if method == "nearest":
             queries, k, dtype = tensors
             found = index.nearest(queries, min(k, store.key_count), getattr(torch, dtype))
-            return (*_arrays(found), float(index.max_square))
-        return _arrays(getattr(index, method)(*tensors))
+            return (*_arrays(found, kept), float(index.max_square))
+        return _arrays(getattr(index, method)(*tensors), kept)
 
     def release(self, state: ShardState) -> None:
         """Close a state of a shard."""
@@ -149,8 +149,9 @@ def _open(state: ShardState, settings: SearchSettings) -> Datastore:
     )
 
 
-def _arrays(found: Neighbours) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return neighbours as arrays that are as small as possible."""
-    ids: Tensor = found.ids.cpu()
+def _arrays(found: Neighbours, kept: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the first neighbours of each query as arrays that are as small as possible."""
+    ids: Tensor = found.ids[:, :kept]
     small = not ids.numel() or int(ids.max()) <= np.iinfo(np.int32).max
-    return ids.to(torch.int32 if small else torch.int64).numpy(), found.distances.cpu().numpy()
+    distances = found.distances[:, :kept].contiguous()  # without the rest of a row, which would travel with it
+    return ids.to(torch.int32 if small else torch.int64).contiguous().cpu().numpy(), distances.cpu().numpy()

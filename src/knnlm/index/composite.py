@@ -36,6 +36,7 @@ from knnlm.index.exact import ExactIndex
 from knnlm.index.rerank import merge
 
 _EXTRA = 16  # neighbours searched for beside the share that is expected to be removed
+_MERGED_ROWS = 64  # queries whose neighbours are merged at once
 _WIDENING = 4  # times as many neighbours when there were not enough
 
 
@@ -184,10 +185,9 @@ class ShardedIndex:
         count = shard_probes(max(counts.values()), len(counts))
         nearest = self._scatter("nearest_blocks", dict.fromkeys(counts, (queries, count)))
         chosen = dict(zip(counts, choose_blocks(list(nearest.values()), count), strict=True))
-        found = self._scatter("search_blocks", {number: (queries, k, blocks) for number, blocks in chosen.items()})
         others = [number for number in range(len(self._firsts)) if number not in counts]
-        found |= self._scatter("search", dict.fromkeys(others, (queries, k)))
-        best = self._merge(found, k)
+        searched = {number: (queries, k, blocks) for number, blocks in chosen.items()}
+        best = self._nearest({"search_blocks": searched, "search": dict.fromkeys(others, (queries, k))}, k)
         short = short_queries(best, min(k, self.rows))
         if len(short):  # blocks with few vectors, or with many removed ones
             more = self._search_each(queries[short], k)
@@ -209,8 +209,14 @@ class ShardedIndex:
 
     def _search_each(self, queries: Tensor, k: int) -> Neighbours:
         """Search every shard as thoroughly as if it were alone."""
-        calls = dict.fromkeys(range(len(self._firsts)), (queries, k))
-        return self._merge(self._scatter("search", calls), k)
+        return self._nearest({"search": dict.fromkeys(range(len(self._firsts)), (queries, k))}, k)
+
+    def _nearest(self, calls: Mapping[str, Mapping[int, tuple[Any, ...]]], k: int) -> Neighbours:
+        """Return the k nearest of what methods find in some shards each."""
+        found: dict[int, Neighbours] = {}
+        for method, own in calls.items():
+            found |= self._scatter(method, own)
+        return self._merge(found, k)
 
     def _merge(self, found: Mapping[int, Neighbours], k: int) -> Neighbours:
         return merge_shards([found[number] for number in sorted(found)], [self._firsts[n] for n in sorted(found)], k)
@@ -234,7 +240,23 @@ def choose_blocks(nearest: Sequence[Neighbours], count: int) -> list[Tensor]:
 
 
 def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> Neighbours:
-    """Return the k nearest of all shards by (distance, id), given the k nearest of each and its first id."""
+    """Return the k nearest of all shards by (distance, id), given the nearest of each, at most k, and its first id."""
+    first = found[0]
+    k, rows = min(k, sum(one.ids.shape[1] for one in found)), len(first.ids)
+    if first.ids.device.type != "cpu":
+        return _merge_rows(found, firsts, k)
+    # Few queries at a time, whose numbers stay in the cache: fresh memory costs more than the merge.
+    ids = torch.empty(rows, k, dtype=torch.int64)
+    distances = torch.empty(rows, k, dtype=first.distances.dtype)
+    for begin in range(0, rows, _MERGED_ROWS):
+        own = slice(begin, begin + _MERGED_ROWS)
+        merged = _merge_rows([Neighbours(one.ids[own], one.distances[own]) for one in found], firsts, k)
+        ids[own], distances[own] = merged.ids, merged.distances
+    return Neighbours(ids, distances)
+
+
+def _merge_rows(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> Neighbours:
+    """Return the k nearest of all shards, at least k in all."""
     device = found[0].ids.device
     ids = torch.cat(
         [
@@ -244,9 +266,18 @@ def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> 
         1,
     )
     both = Neighbours(ids, torch.cat([one.distances.to(device) for one in found], 1))
-    k = min(k, ids.shape[1])
     if can_pack(both):
         return unpack(smallest_packed(pack(both), k))
     by_id = ids.where(ids >= 0, torch.iinfo(torch.int64).max).argsort(dim=1)
     distances, columns = both.distances.gather(1, by_id).sort(dim=1, stable=True)
     return Neighbours(ids.gather(1, by_id).gather(1, columns)[:, :k], distances[:, :k])
+
+
+def cut_rows(found: Sequence[Neighbours], best: Neighbours, kept: int) -> Tensor:
+    """Return the queries of which a shard may have more of the nearest than the `kept` that it has returned."""
+    last = best.distances[:, -1]
+    cut = torch.zeros_like(last, dtype=torch.bool)
+    for one in found:
+        if one.ids.shape[1] >= kept:
+            cut |= (one.ids[:, kept - 1] >= 0) & (one.distances[:, kept - 1] <= last)
+    return cut.nonzero()[:, 0]
