@@ -76,3 +76,12 @@ def test_missing_neighbours_stay_last_when_ties_are_ordered():
     assert found.ids.tolist() == [[2, 5, 9, -1, -1]]
     same = Neighbours(torch.tensor([[2, 5, -1]]), torch.tensor([[1.0, 2.0, torch.inf]]))
     assert order_ties(same) is same
+
+
+def test_ids_that_do_not_fit_into_32_bits_are_merged():
+    first = Neighbours(torch.tensor([[0, 4, -1]]), torch.tensor([[1.0, 3.0, torch.inf]]))
+    second = Neighbours(torch.tensor([[0, 7, 2]]), torch.tensor([[1.0, 2.0, 3.0]]))
+    for begin in (2**32 - 8, 2**32 - 1, 2**33):
+        merged = merge_shards([first, second], [0, begin], 5)
+        assert merged.ids.tolist() == [[0, begin, begin + 7, 4, begin + 2]]
+        assert merged.distances.tolist() == [[1.0, 1.0, 2.0, 3.0, 3.0]]

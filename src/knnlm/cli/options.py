@@ -230,7 +230,10 @@ class RaySearchFlags:
         float, typer.Option(min=0, help="With --ray: GPUs of each of these processes; 0 searches on CPUs.")
     ] = 0.0
     search_timeout: Annotated[
-        float, typer.Option(min=0.1, help="With --ray: seconds of a search, with its retries.")
+        float,
+        typer.Option(
+            min=0.1, help="With --ray: seconds of a call to the shards, with its retries; a search is up to four."
+        ),
     ] = 30.0
     allow_missing_shards: Annotated[
         bool,

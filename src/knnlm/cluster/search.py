@@ -18,13 +18,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from knnlm.cluster.connection import LOCAL, connected
-from knnlm.cluster.search_actor import SearchSettings, ShardActor, ShardBehind, ShardState, WholeStore
+from knnlm.cluster.search_actor import (
+    EVERYTHING,
+    Returned,
+    SearchSettings,
+    ShardActor,
+    ShardBehind,
+    ShardState,
+    WholeStore,
+)
 from knnlm.datastore.indexes import stored_indexes
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError, KnnlmError, KnnlmWarning, ParameterError
@@ -39,7 +48,8 @@ _PING_SECONDS = 2.0  # in which a process answers that works
 _CORES = 0.1  # that an actor reserves: it waits most of the time, and must fit beside other work
 _FIRST_SHARE = 2.0  # neighbours that a shard returns at first, times its share of them
 _MORE_RETURNED = 16  # beside this
-_MAX_ASKED_AGAIN = 0.1  # of the queries; above it, more neighbours are returned at first
+_MAX_REPEATED = 0.1  # of the queries; above it, more neighbours are returned at first
+_CALLS_PER_RATE, _CALLS_TO_FORGET = 16, 1000
 _START_SECONDS = 300.0  # for a process to start and to open its shards
 
 
@@ -49,7 +59,7 @@ class RemoteSearchOptions:
 
     workers: int | None = None  # groups of actors, which share the shards; None: one for each shard
     replicas: int = 1  # actors in a group: each holds the shards of the group
-    timeout: float = 30.0  # seconds of one search, with its retries
+    timeout: float = 30.0  # seconds of one call to all shards, with its retries; a search takes one to four
     allow_missing: bool = False  # answer without shards that cannot be reached
     in_flight: int = 4  # searches at the same time; others wait
     gpus: float = 0.0  # of each actor; above 0, keys are searched on a GPU
@@ -148,13 +158,13 @@ class RemoteShards:
         method: str,
         calls: Mapping[int, tuple[Any, ...]],
         *,
-        kept: int | None = None,
+        returned: Returned = EVERYTHING,
         opening: bool = False,
     ) -> dict[int, Any]:
         """Call a method for some shards, each with arguments of its own, and return the results that arrive.
 
-        A shard without a result was missing, which is possible only where that is allowed. Of the neighbours that a
-        shard finds, the first `kept` are returned. `opening`: the processes may not have started yet.
+        A shard without a result was missing, which is possible only where that is allowed. `opening`: the processes may
+        not have started yet.
         """
         options = self.options
         if not self._in_flight.acquire(timeout=options.timeout):
@@ -163,7 +173,7 @@ class RemoteShards:
             self._release()
             by_number = {place.number: place for place in places}
             seconds = max(options.timeout, _START_SECONDS) if opening else options.timeout
-            return _Scatter(self, by_number, (method, kept), calls, seconds=seconds).run()
+            return _Scatter(self, by_number, (method, returned), calls, seconds=seconds).run()
         finally:
             self._in_flight.release()
 
@@ -265,7 +275,7 @@ class RemoteShards:
         replicas = self._groups[place.group]
         self._turns[place.group] += 1
         actor = replicas[self._turns[place.group] % len(replicas)].actor
-        return actor.call.remote(place.state, place.settings, "probes", None, 1)
+        return actor.call.remote(place.state, place.settings, "probes", EVERYTHING, 1)
 
     def warn_missing(self, paths: set[str]) -> None:
         """Count a search without some shards, and warn of each shard once."""
@@ -310,12 +320,12 @@ class _Scatter:
         self,
         shards: RemoteShards,
         places: Mapping[int, _Place],
-        method: tuple[str, int | None],
+        method: tuple[str, Returned],
         calls: Mapping[int, tuple[Any, ...]],
         *,
         seconds: float,
     ) -> None:
-        self._shards, self._places, self._method = shards, places, method  # and how many neighbours are returned
+        self._shards, self._places, self._method = shards, places, method  # and what is returned
         self._seconds = seconds
         self._args = _stored_once(shards.ray, calls)
         self._end = time.monotonic() + seconds
@@ -424,41 +434,49 @@ class ReturnedNeighbours:
     """How many neighbours shards return: fewer than k at first, and all where one may have more of the k nearest.
 
     A shard finds its k nearest, most of which are not among those of all shards. What it does not return is neither
-    copied nor merged. Shards are asked again about whole groups of `together` queries.
+    copied nor merged. It keeps them for a while, and returns them for queries whose result could change. A process that
+    has lost them searches for all queries of the call again, since other batches round otherwise.
     """
 
-    def __init__(self, shards: int, *, together: int = 1) -> None:
-        self._shards, self._together, self._share = shards, together, _FIRST_SHARE
+    def __init__(self, shards: int) -> None:
+        self._shards, self._share = shards, _FIRST_SHARE
+        self._rate, self._uncut = 0.0, 0  # of queries that were asked about again; calls without any since then
 
-    def nearest(self, ask: Callable[[Tensor | None, int], Sequence[Neighbours]], k: int) -> Neighbours:
-        """Return the k nearest of all shards; `ask` returns the first neighbours of each, for all queries or for some.
+    def nearest(self, ask: Callable[[Returned], dict[int, Neighbours]], k: int, count: int) -> Neighbours:
+        """Return the k nearest of all shards for so many queries; `ask` returns the neighbours of each shard.
 
-        Shards are asked again only about queries whose neighbours could change.
+        Of a shard that is missing when it is asked again, the neighbours that it has returned before are used.
         """
         kept = min(k, math.ceil(k * self._share / self._shards) + _MORE_RETURNED)
-        found = ask(None, kept)
-        best = _nearest_of(found, k)
+        name = uuid4().hex if kept < k else ""
+        found = ask(Returned(kept, call=name))
+        best = _nearest_of(found, k, count)
         if kept == k:
             return best
-        count = len(best.ids)
-        rows = whole_groups(cut_rows(found, best, kept), self._together, count)
-        if len(rows) > _MAX_ASKED_AGAIN * count:  # the neighbours of a query are in few shards
-            self._share *= 2
+        rows = cut_rows(list(found.values()), best, kept)
+        self._learn(len(rows) / max(1, count))
         if len(rows):
-            more = _nearest_of(ask(rows, k), k)
+            before = {number: Neighbours(one.ids[rows], one.distances[rows]) for number, one in found.items()}
+            more = _nearest_of(before | ask(Returned(k, rows.numpy(), name)), k, len(rows))
             best.ids[rows], best.distances[rows] = more.ids, more.distances
         return best
 
+    def _learn(self, cut: float) -> None:
+        """Return more at first where this share of queries is large in many calls, and less after many without any."""
+        self._rate += (cut - self._rate) / _CALLS_PER_RATE
+        self._uncut = 0 if cut else self._uncut + 1
+        if self._rate > _MAX_REPEATED:
+            self._share, self._rate = 2 * self._share, 0.0
+        elif self._uncut >= _CALLS_TO_FORGET and self._share > _FIRST_SHARE:
+            self._share, self._uncut = self._share / 2, 0
 
-def _nearest_of(found: Sequence[Neighbours], k: int) -> Neighbours:
-    return pad_neighbours(merge_shards(found, [0] * len(found), k), k)
 
-
-def whole_groups(rows: Tensor, size: int, count: int) -> Tensor:
-    """Return all of `count` rows that are in a group of `size` with one of these rows."""
-    groups = (rows // size).unique()
-    every: Tensor = (groups[:, None] * size + torch.arange(size)).flatten()
-    return every[every < count]
+def _nearest_of(found: Mapping[int, Neighbours], k: int, count: int) -> Neighbours:
+    """Return the k nearest of shards, whose ids are those of the store."""
+    if not found:
+        return no_neighbours(count, k)
+    lists = [found[number] for number in sorted(found)]
+    return pad_neighbours(merge_shards(lists, [0] * len(lists), k), k)
 
 
 class RemoteIndex(ShardedIndex):
@@ -496,39 +514,25 @@ class RemoteIndex(ShardedIndex):
         return self._known_probes[k]
 
     def _nearest(self, calls: Mapping[str, Mapping[int, tuple[Any, ...]]], k: int) -> Neighbours:
-        def ask(rows: Tensor | None, kept: int) -> list[Neighbours]:
+        def ask(returned: Returned) -> dict[int, Neighbours]:
             found: dict[int, Neighbours] = {}
             for method, own in calls.items():
-                of_rows = {number: _of_rows(args, rows) for number, args in own.items()}
-                found |= self._scatter(method, of_rows, kept=kept)
-            return [_moved(found[number], self._firsts[number]) for number in sorted(found)]
+                results = self._shards.scatter(self._places, method, own, returned=returned) if own else {}
+                found |= {n: _moved(_neighbours(result), self._firsts[n]) for n, result in results.items()}
+            return found
 
-        return self._returned.nearest(ask, k)
+        (queries, *_), *_ = [args for own in calls.values() for args in own.values()]
+        return self._returned.nearest(ask, k, len(queries))
 
-    def _scatter(
-        self, method: str, calls: Mapping[int, tuple[Any, ...]], *, kept: int | None = None
-    ) -> dict[int, Neighbours]:
-        results = self._shards.scatter(self._places, method, calls, kept=kept) if calls else {}
-        return {
-            number: _neighbours(results[number]) if number in results else _nothing(method, args)
-            for number, args in calls.items()
-        }
-
-
-def _of_rows(args: tuple[Any, ...], rows: Tensor | None) -> tuple[Any, ...]:
-    """Return the arguments of a call for some of its queries."""
-    return args if rows is None else tuple(arg[rows] if isinstance(arg, Tensor) else arg for arg in args)
+    def _scatter(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Neighbours]:
+        results = self._shards.scatter(self._places, method, calls)
+        missing = no_neighbours(len(next(iter(calls.values()))[0]), 0)
+        return {number: _neighbours(results[number]) if number in results else missing for number in calls}
 
 
 def _moved(found: Neighbours, first: int) -> Neighbours:
     """Return the neighbours of a shard with their ids in the store."""
     return Neighbours(torch.where(found.ids < 0, found.ids, found.ids + first), found.distances)
-
-
-def _nothing(method: str, args: tuple[Any, ...]) -> Neighbours:
-    """Return the result of a shard that is missing."""
-    queries, count = args[:2]
-    return no_neighbours(len(queries), 0 if method == "nearest_blocks" else count)
 
 
 class RemoteExactIndex:
@@ -538,8 +542,7 @@ class RemoteExactIndex:
         self.metric, self.remote = places[0].settings.metric, shards.status
         self._shards, self._places, self._centre = shards, list(places), centre
         self._rows, self._device = sum(place.rows for place in places), torch.device(device)
-        # Matrix products of other queries round otherwise.
-        self._returned = ReturnedNeighbours(len(places), together=QUERY_BATCH)
+        self._returned = ReturnedNeighbours(len(places))
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest vectors of each of (N, D) queries."""
@@ -559,15 +562,14 @@ class RemoteExactIndex:
         """Return the k nearest of all shards by (distance, id), and the largest |k|²."""
         name, largest = str(dtype).removeprefix("torch."), [0.0]
 
-        def ask(rows: Tensor | None, kept: int) -> list[Neighbours]:
-            own = queries if rows is None else queries[rows]
-            calls = {place.number: (own, k, name) for place in self._places}
-            results = self._shards.scatter(self._places, "nearest", calls, kept=kept)
-            largest.extend(square for *_, square in results.values())
-            found = [_neighbours(results[number][:2]) for number in sorted(results)]
-            return found or [no_neighbours(len(own), k)]
+        calls = {place.number: (queries, k, name) for place in self._places}
 
-        best = self._returned.nearest(ask, k)
+        def ask(returned: Returned) -> dict[int, Neighbours]:
+            results = self._shards.scatter(self._places, "nearest", calls, returned=returned)
+            largest.extend(square for *_, square in results.values())
+            return {number: _neighbours(result[:2]) for number, result in results.items()}
+
+        best = self._returned.nearest(ask, k, len(queries))
         return Neighbours(best.ids, best.distances.to(dtype)), torch.tensor(max(largest))
 
 

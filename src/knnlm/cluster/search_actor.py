@@ -24,6 +24,7 @@ from knnlm.index.base import Index, Neighbours, probes
 from knnlm.index.exact import BruteForceSearch, Whole
 
 _KEPT_STATES = 2  # of each shard
+_KEPT_RESULTS = 4  # of which more may be asked for, and one for each open shard
 
 
 class ShardBehind(ClusterError):
@@ -62,8 +63,21 @@ class SearchSettings:
     rerank: bool
     key_dtype: str
     trust_index: bool
-    threads: int  # of torch; the last bits of exact distances depend on it
+    # Of torch; the last bits of exact distances depend on it. Each call sets it, so an index is the same for others.
+    threads: int = field(compare=False)
     whole: WholeStore | None = None  # exact search as a part of the whole store; None: by the shard's own index
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Which of the neighbours that a shard finds are returned."""
+
+    kept: int | None = None  # the first of each query; None: all
+    rows: NDArray[np.int64] | None = None  # of these queries; None: of all
+    call: str = ""  # the name of a call, which may be followed by one for more of what it has found
+
+
+EVERYTHING = Returned()
 
 
 @dataclass
@@ -80,23 +94,42 @@ class ShardActor:
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
         self._shards: dict[ShardState, _OpenShard] = {}
+        self._found: dict[tuple[str, str], Neighbours] = {}  # by call and shard, the latest last
         self._lock = threading.Lock()
 
     def ping(self) -> int:
         """Return the process id."""
         return os.getpid()
 
-    def call(self, state: ShardState, settings: SearchSettings, method: str, kept: int | None, *args: Any) -> Any:
-        """Call a method of the index of a shard; arrays are tensors for it. Of neighbours, return the first `kept`."""
+    def call(self, state: ShardState, settings: SearchSettings, method: str, returned: Returned, *args: Any) -> Any:
+        """Call a method of the index of a shard; arrays are tensors for it."""
         store, index = self._opened(state, settings)
         if method == "probes":
             return probes(index, *args)
+        found = self._find(index, store, method, returned, args)
+        if method == "nearest":
+            return (*_arrays(found, returned), float(index.max_square))
+        return _arrays(found, returned)
+
+    def _find(self, index: Any, store: Datastore, method: str, returned: Returned, args: tuple[Any, ...]) -> Neighbours:
+        """Return all that a method finds; where the same call has been made before, what it found."""
+        place = (returned.call, str(store.path))
+        with self._lock:
+            before = self._found.pop(place, None)
+        if before is not None:
+            return before
         tensors: list[Any] = [torch.from_numpy(np.array(arg)) if isinstance(arg, np.ndarray) else arg for arg in args]
         if method == "nearest":
             queries, k, dtype = tensors
-            found = index.nearest(queries, min(k, store.key_count), getattr(torch, dtype))
-            return (*_arrays(found, kept), float(index.max_square))
-        return _arrays(getattr(index, method)(*tensors), kept)
+            found: Neighbours = index.nearest(queries, min(k, store.key_count), getattr(torch, dtype))
+        else:
+            found = getattr(index, method)(*tensors)
+        if returned.call and returned.kept is not None and returned.kept < found.ids.shape[1]:
+            with self._lock:
+                self._found[place] = found
+                while len(self._found) > _KEPT_RESULTS + len(self._shards):
+                    del self._found[next(iter(self._found))]
+        return found
 
     def release(self, state: ShardState) -> None:
         """Close a state of a shard."""
@@ -149,9 +182,10 @@ def _open(state: ShardState, settings: SearchSettings) -> Datastore:
     )
 
 
-def _arrays(found: Neighbours, kept: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the first neighbours of each query as arrays that are as small as possible."""
-    ids: Tensor = found.ids[:, :kept]
+def _arrays(found: Neighbours, returned: Returned) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return what is asked for of the neighbours, as arrays that are as small as possible."""
+    rows = slice(None) if returned.rows is None else torch.from_numpy(np.array(returned.rows)).to(found.ids.device)
+    ids: Tensor = found.ids[rows, : returned.kept]
+    distances: Tensor = found.distances[rows, : returned.kept].contiguous()  # without the rest of a row
     small = not ids.numel() or int(ids.max()) <= np.iinfo(np.int32).max
-    distances = found.distances[:, :kept].contiguous()  # without the rest of a row, which would travel with it
     return ids.to(torch.int32 if small else torch.int64).contiguous().cpu().numpy(), distances.cpu().numpy()

@@ -259,7 +259,7 @@ def _finished(nearest: Neighbours, queries: Tensor, centre: Tensor, *, metric: s
     if metric == "l2":
         distances = distances + (queries.to(distances.dtype) - centre).square().sum(1, keepdim=True)
         distances.clamp_(min=0)  # a key that equals its query may be a rounding error below
-    return order_ties(Neighbours(nearest.ids, distances.float()))
+    return order_ties(Neighbours(nearest.ids, distances.float() + 0.0))  # no -0.0, as in merged neighbours
 
 
 def find_centre(vectors: Vectors, metric: str) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from knnlm.index.base import HalfVectors, Neighbours, Searcher, Vectors, pack, smallest_packed, unpack
+from knnlm.index.base import HalfVectors, Neighbours, Searcher, Vectors
+from knnlm.index.composite import merge_shards
 from knnlm.index.gpu import kernels
 from knnlm.index.gpu.keys import KEY_MULTIPLE, WIDTH_MULTIPLE, DeviceKeys, HalfKeys, Int8Keys, padded
 from knnlm.index.gpu.search import DEFAULT_WORKSPACE, FusedSearch
@@ -216,7 +217,7 @@ class StreamedSearch:
         for first, keys in self._chunks():
             nearest = FusedSearch(keys, workspace=self._workspace).search(queries, min(k, keys.rows))
             nearest = Neighbours(nearest.ids.where(nearest.ids < 0, nearest.ids + first), nearest.distances)
-            best = nearest if best is None else _nearest_of(best, nearest, k)
+            best = nearest if best is None else merge_shards([best, nearest], [0, 0], k)
             del keys  # before the next chunk is copied
         assert best is not None
         return best
@@ -247,9 +248,3 @@ class StreamedSearch:
                 copy(number + 1)
             yield first, keys
             del keys
-
-
-def _nearest_of(first: Neighbours, second: Neighbours, k: int) -> Neighbours:
-    """Return the k nearest of two results by (distance, id)."""
-    both = Neighbours(torch.cat([first.ids, second.ids], 1), torch.cat([first.distances, second.distances], 1))
-    return unpack(smallest_packed(pack(both), min(k, both.ids.shape[1])))
