@@ -47,8 +47,8 @@ ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 ORDER = {
     "lm": "cuda_graph detokenizer fingerprint hooks layers windows loading key_layers causal shared seq2seq speech "
     "compile",
-    "index": "base bm25 exact gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming faiss rerank composite "
-    "blocks.kernels blocks.file blocks.index blocks.build validation factory",
+    "index": "base bm25 packed exact gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming faiss rerank "
+    "composite blocks.kernels blocks.file blocks.index blocks.build validation factory",
     "datastore": "validation codecs schema manifest digests integrity catalog sharded_catalog segments live_numbers "
     "staging locks remote remove store encoder suffix_array rewrite indexes compact shards",
     "ingest": "pipeline segment_builder shards build",

@@ -149,6 +149,8 @@ def test_finished_shards_are_not_built_again(start, tmp_path, one_machine):
         start(OnlyFirst)
     record = json.loads((tmp_path / "out" / "shards" / "build.json").read_text())
     assert record["done"] == [1]
+    with pytest.raises(DatastoreError, match=r"out is an unfinished build with workers\. Run the same command again"):
+        knnlm.Datastore.open(tmp_path / "out")
     first = {
         file: file.stat().st_mtime_ns
         for file in (tmp_path / "out" / "shards" / "0001").rglob("*")
@@ -242,8 +244,18 @@ def test_a_finished_store_and_other_folders_are_not_overwritten(start, tmp_path)
         start(out=tmp_path / "photos" / "cat.jpg")
 
 
+def test_index_that_cannot_be_built_is_an_error_before_anything_is_read(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(BuildWorker, "_read", None)
+    for options, width in (({}, r"\d+"), ({"key_format": "pca8-int8"}, "8")):
+        with pytest.raises(
+            ParameterError, match=rf"index 'IVF2,PQ7' for vectors of width {width}: .*\(on the machine "
+        ):
+            start(index="IVF2,PQ7", **options)
+        assert not (tmp_path / "out").exists()
+
+
 def test_errors_of_workers_name_the_machine_and_leave_nothing(start, tmp_path):
-    with pytest.raises(knnlm.ModelError, match=r"nowhere.* \(on "):
+    with pytest.raises(knnlm.ModelError, match=r"nowhere.* \(on the machine "):
         start(model=tmp_path / "nowhere")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CorpusError, match="30 documents, which are too few for 31 shards"):
@@ -347,7 +359,7 @@ def test_workers_get_their_share_of_the_cluster(nodes, device, workers, cores, e
         ([{"CPU": 2}], "auto", 3, None, "2 cores, which are too few for 3 workers"),
         ([{"CPU": 2}, {"CPU": 2}], "auto", 2, 3, "4 cores, which are too few for 2 workers with 3 cores each"),
         ([{"CPU": 2, "GPU": 1}], "auto", 2, None, "1 GPUs, which are too few for 2 workers"),
-        ([{"CPU": 2}], "cuda", None, None, "0 GPUs, which are too few for 1 workers"),
+        ([{"CPU": 2}], "cuda", None, None, "0 GPUs, which are too few for 1 worker"),
         ([], "auto", None, None, "0 cores"),
         ([{"CPU": 4, "GPU": 2}], "auto", None, 3, "2 cores for each GPU"),
         ([{"GPU": 2}], "cuda:1", None, None, "Ray chooses a GPU"),

@@ -6,7 +6,9 @@ import os
 import socket
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
 import knnlm
@@ -66,3 +68,45 @@ def test_running_cluster_is_used_and_stays(cluster, capfd):
         with connected(cluster.address) as ray:
             assert ray.cluster_resources()["CPU"] == 2
     assert capfd.readouterr() == ("", "")
+
+
+class Refusing(grpc.GenericRpcHandler):
+    """A server that refuses every call without a token, or has no methods at all."""
+
+    def __init__(self, code):
+        self.code, self.calls = code, []
+
+    def service(self, details):
+        self.calls.append((details.method, dict(details.invocation_metadata).get("authorization")))
+
+        def refuse(_, context):
+            context.abort(self.code, "no")
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+@pytest.mark.parametrize(("code", "asks"), [("UNAUTHENTICATED", True), ("UNIMPLEMENTED", False)])
+def test_cluster_that_asks_for_a_token_is_recognised(code, asks):
+    server, handler = grpc.server(ThreadPoolExecutor(1)), Refusing(getattr(grpc.StatusCode, code))
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert connection._asks_for_token(f"127.0.0.1:{port}") is asks
+    finally:
+        server.stop(None).wait()
+    assert handler.calls == [("/ray.rpc.NodeInfoGcsService/GetClusterId", None)]
+    assert not connection._asks_for_token(f"127.0.0.1:{port}")  # nothing listens
+    assert not any(connection._asks_for_token(address) for address in ("local", "auto", "ray://127.0.0.1:1"))
+
+
+def test_running_cluster_is_found_and_asked_for_nothing_it_does_not_want(cluster, monkeypatch, capfd):
+    """With `auto`, Ray would use a token wherever a file has one."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    before = os.environ.get("RAY_AUTH_MODE")
+    for address in ("auto", cluster.address):
+        with connected(address) as ray:
+            assert os.environ.get("RAY_AUTH_MODE") == before
+            actor = ray.remote(Counter).options(num_cpus=0.1).remote("abc")
+            assert ray.get(actor.total.remote(), timeout=60) == 3

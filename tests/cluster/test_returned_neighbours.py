@@ -235,12 +235,12 @@ def counted(method, calls):
 
 @pytest.mark.parametrize("store", ["Lists8,Blocks8"], indirect=True)
 def test_index_is_opened_once_with_as_many_threads_as_there_are_cores_for_each(store, monkeypatch):
-    ray, resources = FakeRay(), {"CPU": 0.0}
+    ray, resources = FakeRay(), {"CPU": 1.0}
     monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
     shards, threads = RemoteShards(ray, RemoteSearchOptions(timeout=20.0, replicas=2)), []
     monkeypatch.setattr(search_actor.torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for cores, expected in ((0.0, 1), (19.0, 1), (25.0, 2), (600.0, 3)):
+    for cores, expected in ((1.0, 1), (19.0, 1), (25.0, 2), (600.0, 3)):
         threads.clear()
         resources["CPU"] = cores
         shards.open_index(store).search(QUERIES[:3], 5)

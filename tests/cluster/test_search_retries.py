@@ -184,3 +184,17 @@ def test_states_that_no_index_uses_are_closed(start, store):
 
 def check_open(ray, count):
     assert [len(actor.inner._shards) for actor in ray.actors] == [count, count]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 0.5}, "has 0 GPUs, which are too few for 2 processes that search with 0.5 each"),
+        ({"replicas": 11}, "has 2 cores, which are too few for 22 processes that search"),
+    ],
+)
+def test_more_processes_than_the_cluster_has_room_for_are_an_error_at_once(store, options, message):
+    ray = FakeRay()
+    with pytest.raises(ClusterError, match=message):
+        RemoteShards(ray, RemoteSearchOptions(**options)).open_index(store)
+    assert not ray.actors

@@ -459,13 +459,27 @@ def test_join_refuses_shards_that_do_not_fit(joined, lm, tmp_path):
         join_shards(shards, out)
 
 
+def test_a_copy_of_another_shard_is_an_error(store_path, lm):
+    """Its generation may be higher than that of the shard whose place it takes."""
+    add(documents(2, start=90), store_path / "shard-3", lm=lm)
+    Datastore.open(store_path).close()
+    shutil.rmtree(store_path / "shard-2")
+    shutil.copytree(store_path / "shard-3", store_path / "shard-2")
+    with pytest.raises(DatastoreError, match=r"shard-3 is a copy of .*shard-2, not another shard of"):
+        Datastore.open(store_path)
+    (problem,) = verify(store_path).problems
+    assert "is a copy of" in str(problem)
+
+
 def test_a_moved_or_replaced_shard_is_an_error_until_it_is_joined_again(store_path, lm):
     numbers = {one.id: one.number for one in Datastore.open(store_path).documents()}
     (store_path / "shard-2").rename(store_path / "elsewhere")
     with pytest.raises(DatastoreError, match=r"its shard .*shard-2 is missing. If it was moved"):
         Datastore.open(store_path)
     found = verify(store_path)
-    assert [str(problem) for problem in found.problems] == [f"{store_path / 'shard-2'}: the shard is missing"]
+    (problem,) = map(str, found.problems)
+    assert problem.startswith(f"{store_path / 'shard-2'}: the shard is missing: put it back, or build it again")
+    assert problem.endswith(f"knnlm shards join SHARD... --out {store_path} --replace")
     shutil.copytree(store_path / "shard-3", store_path / "shard-2")
     with pytest.raises(DatastoreError, match="is another store than the shard"):
         Datastore.open(store_path)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from knnlm.index.base import Neighbours
-from knnlm.index.composite import merge_shards
 from knnlm.index.exact import BruteForceSearch, ExactIndex
 from knnlm.index.gpu import kernels
 from knnlm.index.gpu import search as gpu_search
 from knnlm.index.gpu.keys import DeviceKeys, HalfKeys, Int8Keys
+from knnlm.index.packed import merge_shards
 
 SHAPES = {
     "16 queries": (kernels._SMALL_SHAPES[16], torch.float16),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from helpers.vectors import RecordingArray
 from knnlm.index import exact
 from knnlm.index.base import Neighbours, order_ties
-from knnlm.index.composite import merge_shards
 from knnlm.index.exact import BruteForceSearch, ExactIndex, Whole, find_centre, search_precisely
+from knnlm.index.packed import merge_shards
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])

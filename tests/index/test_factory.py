@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from helpers.vectors import RecordingArray, clustered
+from knnlm.errors import ParameterError
 from knnlm.index import base, factory
 from knnlm.index.blocks.index import PROBES
-from knnlm.index.factory import build_approximate, default_spec
+from knnlm.index.factory import build_approximate, check_spec, default_spec
 from knnlm.index.faiss import FaissIndex, default_probes
 from knnlm.index.validation import check_index
 
@@ -78,3 +79,11 @@ def test_auto_index_passes_its_check_and_finds_most_of_the_nearest(monkeypatch, 
     right = np.argsort(distances, axis=1)[:, :50]
     recall = np.mean([len(set(one) & set(other)) / 50 for one, other in zip(found, right, strict=True)])
     assert recall > 0.9
+
+
+def test_index_that_cannot_be_built_is_known_from_its_spec():
+    for spec in ("auto", "exact", "Lists8,Blocks8", "IVF8,PQ4", "Flat"):
+        check_spec(spec, 64)
+    for spec, message in (("Foo", "does not understand the index 'Foo'"), ("IVF8,PQ5", "of width 64")):
+        with pytest.raises(ParameterError, match=message):
+            check_spec(spec, 64, metric="ip")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from helpers import oracle
 from helpers.vectors import Array
 from knnlm.index.base import Neighbours
-from knnlm.index.composite import merge_shards
 from knnlm.index.faiss import FaissIndex
+from knnlm.index.packed import merge_shards
 from knnlm.index.rerank import RerankedIndex, exact_distances, merge, rerank
 
 

@@ -253,6 +253,36 @@ def test_command_prints_tables_json_and_a_plot(capfd, model_folder, constants, t
     assert [row["shards"] for row in record["tail"]] == [8, 32, 128, 512]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tokens", "inf"), "number of tokens must be from 1 to 1e+15, not inf"),
+        (("--document-tokens", "1e16"), "number of tokens of a document must be from 1 to 1e+15"),
+        (("--queries-per-second", "-1"), "Queries per second must be above 0"),
+        (("--ram", "0"), "The memory must be a finite number above 0, not 0 GB"),
+        (("--gpu-memory", "inf"), "memory of a GPU must be"),
+        (("--disk-gbps", "-2"), "speed of the disk must be a finite number above 0, not -2 GB"),
+        (("--device", "tpu"), "--device is for --measure only"),
+        (("--plot", "plan.svg"), "ends in .png, not plan.svg"),
+        (("--constants", "missing.json"), "cannot be read (No such file or directory)"),
+    ],
+)
+def test_command_names_the_option_that_is_wrong(options, message, capfd, model_folder):
+    assert message in failure(capfd, "plan", "--tokens", "1e6", "--model", model_folder, *options)
+
+
+def test_quantiles_that_are_the_longest_measured_latency_are_marked(constants):
+    constants = replace(constants, latencies=(0.9, 1.0, 1.0, 1.1, 2.0))
+    plan = make_plan(TextShape(3e9), MODEL, CLUSTER, constants, queries_per_second=200)
+    section = next(section for section in plan_sections(plan) if section.title.startswith("Slowest"))
+    assert plan.recommended is not None
+    longest = 2.0 * plan.recommended.one_query.seconds
+    for row, shown in zip(plan.tail, section.rows, strict=True):
+        for each, cell in zip(row.quantiles, shown[1:], strict=True):
+            assert cell.startswith("≥ ") == (each == pytest.approx(longest))
+    assert [cell.startswith("≥") for cell in section.rows[-1][1:]] == [True] * 3
+
+
 def test_command_explains_what_is_missing(capfd, tmp_path, monkeypatch):
     monkeypatch.setenv("KNNLM_CACHE", str(tmp_path))
     assert "--tokens" in failure(capfd, "plan")

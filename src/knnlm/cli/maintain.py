@@ -344,7 +344,7 @@ def verify(
         text += f"{count(found.files, 'file')} of {found.bytes / 1e6:,.1f} MB checked in {found.seconds:.1f} s: "
         shallow = "" if deep else " (without checksums: --deep)"
         advice = (
-            "Run knnlm repair for each shard that is named above" if is_sharded(store) else f"Run: knnlm repair {store}"
+            "Run knnlm repair for each shard with damaged files" if is_sharded(store) else f"Run: knnlm repair {store}"
         )
         wrong = f"{count(len(found.problems), 'problem')}. {advice}"
         console.print(text + (f"no problem{shallow}" if found.sound else wrong), markup=False)

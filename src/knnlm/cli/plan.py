@@ -98,7 +98,7 @@ def plan(
             show_default="those of this machine if measured, else knnlm's",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="With --measure: cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="With --measure: cpu or cuda.", show_default="cpu")] = None,
     json: Json = False,
 ) -> None:
     """knnlm plan --tokens 3e9 --nodes 4 --ram 512 --cores 64
@@ -114,8 +114,12 @@ def plan(
 
     if tokens is None and not measure:
         raise ParameterError("How large is the text? Add --tokens, such as --tokens 3e9, or --measure.")
+    if device is not None and not measure:
+        raise ParameterError("--device is for --measure only. Hardware is described by --gpus, --cores and others.")
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise ParameterError(f"--plot writes a PNG image: give a name that ends in .png, not {plot.name}.")
     if measure:
-        _measure(model, device, constants or user_constants())
+        _measure(model, device or "cpu", constants or user_constants())
     if tokens is None:
         return
     quiet()
@@ -132,6 +136,7 @@ def plan(
         from knnlm.plan.plot import plot_plan
 
         plot_plan(made, plot)
+        err.print(f"{plot}: a plot over 1M to 1T tokens", markup=False)
     if json:
         print_json(as_record(made))
     else:

@@ -20,7 +20,6 @@ from typing import Any
 
 from knnlm.cluster.build_places import ShardPlaces
 from knnlm.cluster.build_record import (
-    SHARDS_FOLDER,
     BuildRecord,
     check_out,
     is_begun,
@@ -30,7 +29,6 @@ from knnlm.cluster.build_record import (
 )
 from knnlm.cluster.build_worker import (
     INDEXING,
-    RECORD_FILE,
     BuildJob,
     BuildWorker,
     Failure,
@@ -40,6 +38,7 @@ from knnlm.cluster.connection import LOCAL, connected
 from knnlm.datastore.codecs import parse_storage
 from knnlm.datastore.locks import WRITER_LOCK, writer_lock
 from knnlm.datastore.manifest import is_url
+from knnlm.datastore.schema import RECORD_FILE, SHARDS_FOLDER
 from knnlm.datastore.shards import join_shards
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError, DatastoreError, ParameterError
@@ -154,7 +153,7 @@ def plan_workers(
     if device == "cuda" or (device == "auto" and gpus):
         count = gpus if workers is None else workers
         if not gpus or count > gpus:
-            raise ClusterError(f"The cluster has {gpus} GPUs, which are too few for {max(1, count)} {what}.")
+            raise ClusterError(f"The cluster has {gpus} GPUs, which are too few for {_count(max(1, count), what)}.")
         share = min(int(node.get("CPU", 0)) // int(node["GPU"]) for node in nodes if int(node.get("GPU", 0)))
         if cores is not None and cores > share and workers is None:
             raise ClusterError(f"The cluster has {share} cores for each GPU, which are less than {cores} for a worker.")
@@ -165,8 +164,12 @@ def plan_workers(
     fitting = (share for share in shares if sum(have // share for have in found) >= count)
     if (share := next(fitting, 0)) == 0:
         each = "" if cores is None else f" with {cores} cores each"
-        raise ClusterError(f"The cluster has {sum(found)} cores, which are too few for {count} {what}{each}.")
+        raise ClusterError(f"The cluster has {sum(found)} cores, which are too few for {_count(count, what)}{each}.")
     return WorkerPlan(count, share, 0, "cpu" if device == "auto" else device)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what if number != 1 else what.removesuffix('s')}"
 
 
 def node_resources(ray: Any) -> list[Mapping[str, float]]:
@@ -379,7 +382,7 @@ class _Driver:
         busy = [worker.unit for worker in self._workers if worker.unit]
         indexing = sum(self._steps.get(unit) == INDEXING for unit in busy) if self._job.index is not None else 0
         if self._record.pending:
-            text = f"{len(busy)} of {min(self._plan.count, len(self._record.pending))} workers"
+            text = f"{len(busy)} of {self._plan.count} workers, {len(done)} of {self._record.shards} shards"
             note(advance, f"{text}, {indexing} indexing" if indexing else text)
         if reached > self._shown:
             advance(reached - self._shown)

@@ -20,15 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.cluster.build_places import ShardPlaces
-from knnlm.cluster.build_worker import RECORD_FILE
 from knnlm.datastore.locks import WRITER_LOCK
 from knnlm.datastore.manifest import is_sharded
-from knnlm.datastore.schema import CATALOG_FILE
+from knnlm.datastore.schema import CATALOG_FILE, RECORD_FILE, SHARDS_FOLDER
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.ingest.shards import TextSizes
 from knnlm.io import atomic_write
-
-SHARDS_FOLDER = "shards"
 
 INDEX_SETTINGS = ("index", "metric")  # which may change
 

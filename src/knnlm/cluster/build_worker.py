@@ -23,16 +23,16 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import parse_storage
 from knnlm.datastore.indexes import build_index, stored_indexes
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.schema import CATALOG_FILE
+from knnlm.datastore.schema import CATALOG_FILE, RECORD_FILE
 from knnlm.datastore.shards import CALIBRATED, shard_part
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError, DatastoreError, KnnlmError
+from knnlm.index.factory import check_spec
 from knnlm.ingest.build import build_part
 from knnlm.ingest.shards import Calibration, ReadText, ShardText, scan_text
 from knnlm.lm.speech import open_lm
 from knnlm.progress import Advance
 
-RECORD_FILE = "build.json"
 READING, INDEXING = "reading", "indexing"
 
 _LOCK_SECONDS = 60.0  # for the end of a worker that the driver took for dead
@@ -77,7 +77,7 @@ class Failure:
     @classmethod
     def of(cls, error: KnnlmError) -> Failure:
         """Return an error with the name of the machine where it occurred."""
-        return cls(type(error), f"{error} (on {socket.gethostname()})")
+        return cls(type(error), f"{error} (on the machine {socket.gethostname()})")
 
     def error(self) -> KnnlmError:
         """Return the error."""
@@ -121,6 +121,7 @@ class BuildWorker:
             job = self._job
             self._lm = open_lm(job.model, **job.model_options)
             self._window = self._lm.window(*job.window)
+            self._check_index()  # before anything is read
             self._sizes = scan_text(job.read)
         except KnnlmError as error:
             return Failure.of(error)
@@ -175,6 +176,11 @@ class BuildWorker:
                 f"{job.places.folder} is another folder than that of the driver. Use a shared folder as --out, or add "
                 "--push."
             )
+
+    def _check_index(self) -> None:
+        if self._job.index is not None:
+            storage = parse_storage(self._job.options["key_format"], width=self._lm.width)
+            check_spec(self._job.index, storage.components or self._lm.width, metric=self._job.metric)
 
     def _read(self, part: ShardText, folder: Path, calibration: Calibration | None) -> None:
         text = ShardText(part.read, part.part, part.bytes, calibration=calibration)

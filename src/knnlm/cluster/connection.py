@@ -19,7 +19,8 @@ LOCAL = "local"  # the address of a Ray that is started for the task and stopped
 AUTO = "auto"  # the address of the cluster that runs on this machine
 NAMESPACE = "knnlm"  # of named actors
 
-_AUTH_MODE = "RAY_AUTH_MODE"
+_AUTH_MODE, _TOKEN = "RAY_AUTH_MODE", "token"
+_FIRST_CALL = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # of every program that connects
 _REACH_SECONDS = 3.0
 _SETTINGS, _FRAME_HEAD = b"\4", 9  # the type of the first frame of HTTP/2, and the bytes before its content
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5
@@ -70,13 +71,18 @@ def connected(
         options |= {"include_dashboard": False, "object_store_memory": object_store_bytes}
         options |= {} if cores is None else {"num_cpus": cores}
     else:
+        address = _resolved(address)
         _check_reachable(address)
     mode = os.environ.get(_AUTH_MODE)
     try:
+        if mode is None and _asks_for_token(address):
+            os.environ[_AUTH_MODE] = _TOKEN
+            _read_auth_mode()
         ray.init(address=address, **options)
     except Exception as error:
+        reason = _reason(address, error)
         _restore_auth_mode(mode)
-        raise ClusterError(_reason(address, error)) from error
+        raise ClusterError(reason) from error
     try:
         with _without_messages():
             yield ray
@@ -93,6 +99,11 @@ def _restore_auth_mode(mode: str | None) -> None:
     if os.environ.get(_AUTH_MODE) == mode:
         return
     os.environ.pop(_AUTH_MODE) if mode is None else os.environ.update({_AUTH_MODE: mode})
+    _read_auth_mode()
+
+
+def _read_auth_mode() -> None:
+    """Make Ray read the variable again."""
     raylet: Any = sys.modules.get("ray._raylet")  # there is no public function
     if hasattr(raylet, "Config") and hasattr(raylet, "AuthenticationTokenLoader"):
         raylet.Config.initialize("")
@@ -113,6 +124,37 @@ def _without_messages() -> Iterator[None]:
         worker._worker_logs_enabled = before
 
 
+def _resolved(address: str) -> str:
+    """Return the address of the cluster that runs on this machine for `auto`, if it is known, and others as they are.
+
+    With `auto`, Ray would ask for a token wherever a file has one, also of a cluster that has none.
+    """
+    services: Any = sys.modules.get("ray._private.services")  # there is no public function
+    if address != AUTO or not hasattr(services, "canonicalize_bootstrap_address"):
+        return address
+    try:
+        found = services.canonicalize_bootstrap_address(AUTO)
+    except Exception:  # several clusters, or none: Ray has the reason
+        return address
+    return str(found or address)
+
+
+def _asks_for_token(address: str) -> bool:
+    """Whether a cluster refuses a program without a token: Ray itself would try for half a minute."""
+    if address in (LOCAL, AUTO) or address.startswith("ray://") or os.environ.get("RAY_USE_TLS", "0") != "0":
+        return False
+    try:
+        import grpc  # type: ignore[import-untyped]
+    except ImportError:
+        return False
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(_FIRST_CALL)(b"", timeout=_REACH_SECONDS)
+        except grpc.RpcError as error:
+            return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
+    return False
+
+
 def _reason(address: str, error: Exception) -> str:
     """Return one line of why Ray did not start, or a cluster refused the connection."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -120,8 +162,10 @@ def _reason(address: str, error: Exception) -> str:
         return f"Ray did not start on this machine: {first}"
     if address == AUTO:
         return "No Ray cluster runs on this machine. Start one with ray start --head, or name its address."
-    token = "" if os.environ.get("RAY_AUTH_MODE") else " If the cluster wants a token, set RAY_AUTH_MODE=token."
-    return f"No connection to the Ray cluster at {address}: {first.rstrip('.')}.{token}"
+    advice = ""
+    if os.environ.get(_AUTH_MODE) == _TOKEN:
+        advice = " The cluster wants its token, in ~/.ray/auth_token or the variable RAY_AUTH_TOKEN."
+    return f"No connection to the Ray cluster at {address}: {first.rstrip('.')}.{advice}"
 
 
 def _check_reachable(address: str) -> None:

@@ -38,8 +38,9 @@ from knnlm.datastore.indexes import stored_indexes
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError, KnnlmError, KnnlmWarning, ParameterError
 from knnlm.index.base import Index, Neighbours, RemoteStatus, check_search, no_neighbours, pad_neighbours
-from knnlm.index.composite import ShardedIndex, cut_rows, merge_shards
+from knnlm.index.composite import ShardedIndex
 from knnlm.index.exact import QUERY_BATCH, find_centre, search_precisely
+from knnlm.index.packed import cut_rows, merge_shards
 
 _RETRY_SECONDS = 0.1  # before a call is repeated
 _MAX_DEATHS = 5  # of one actor in a row, before another one takes its place
@@ -203,8 +204,25 @@ class RemoteShards:
         cores = int(self.ray.cluster_resources().get("CPU", 0))
         return max(1, min(torch.get_num_threads(), cores // (groups * self.options.replicas)))
 
+    def _check_resources(self, groups: int) -> None:
+        """Raise if the cluster cannot run so many actors: Ray would wait for more machines."""
+        found, count = self.ray.cluster_resources(), groups * self.options.replicas
+        gpus = float(found.get("GPU", 0.0))
+        if count * self.options.gpus > gpus:
+            raise ClusterError(
+                f"The cluster has {gpus:g} GPUs, which are too few for {count} processes that search with "
+                f"{self.options.gpus:g} each. Use fewer of a GPU for each, or fewer processes or copies of them."
+            )
+        if count * _CORES > (cores := float(found.get("CPU", 0.0))):
+            raise ClusterError(
+                f"The cluster has {cores:g} cores, which are too few for {count} processes that search. Use fewer "
+                "processes or copies of them."
+            )
+
     def _start(self, count: int) -> None:
         """Start actors until there are so many groups."""
+        if count > len(self._groups):
+            self._check_resources(count)
         with self._lock:
             while len(self._groups) < count:
                 self._groups.append([_Replica(self._actor()) for _ in range(self.options.replicas)])

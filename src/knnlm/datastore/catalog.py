@@ -29,8 +29,10 @@ from knnlm.corpus import Scalar, canonical_json, invalid_fields, json_candidates
 from knnlm.datastore.digests import DigestUpdates, VerifiedTables, mismatched_parts, table_names
 from knnlm.datastore.schema import (
     PARTIAL_CATALOG_FILES,
+    RECORD_FILE,
     SCHEMA,
     SHARDED,
+    SHARDS_FOLDER,
     SOURCES_SCHEMA,
     SOURCES_TABLE,
     VERSION,
@@ -205,6 +207,10 @@ class Catalog:
         """
         if not path.parent.exists():
             raise DatastoreError(f"There is no folder {path.parent}. Make a store with: knnlm build")
+        if not path.is_file() and (path.parent / SHARDS_FOLDER / RECORD_FILE).is_file():
+            raise DatastoreError(
+                f"{path.parent} is an unfinished build with workers. Run the same command again to finish it."
+            )
         if not path.is_file():
             raise DatastoreError(f"{path.parent} is not a store: it has no {path.name}. Make one with: knnlm build")
         check_database(path)

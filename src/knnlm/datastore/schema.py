@@ -14,6 +14,7 @@ from knnlm.corpus import Fields
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, KnnlmError
 
 CATALOG_FILE = "catalog.db"
+SHARDS_FOLDER, RECORD_FILE = "shards", "build.json"  # of a build with workers, the latter until it is finished
 SHARDED = "sharded"  # the state of the catalog of a sharded store
 # The catalog before it is complete, and what SQLite writes beside it.
 PARTIAL_CATALOG_FILES = ("catalog.partial", "catalog.partial-journal", "catalog.partial-wal", "catalog.partial-shm")

@@ -289,6 +289,7 @@ class Datastore:
                 check_place(folder, place)
                 shards.append(cls.open(place, trust_index=trust_index, check=check))
                 check_shard(folder, manifest, listed, shards[-1])
+            check_different(folder, shards)
             if read_manifest(folder) != manifest:  # a writer has numbered documents since: open all of it again
                 while shards:
                     shards.pop().close()
@@ -780,6 +781,18 @@ def check_shard(folder: Path, manifest: Manifest, listed: Shard, shard: Datastor
     same = shard.generation == listed.generation
     if shard.generation < listed.generation or (same and shard.fingerprint != listed.fingerprint):
         raise DatastoreError(f"{shard.path} is another store than the shard of {folder} at this place. {again}")
+
+
+def check_different(folder: Path, shards: Sequence[Datastore]) -> None:
+    """Raise if one shard lies at the places of two: a copy would answer in place of the other one."""
+    seen: dict[str, Datastore] = {}
+    for shard in shards:
+        other = seen.setdefault(shard.fingerprint, shard) if shard.entry_count else shard
+        if other is not shard:
+            raise DatastoreError(
+                f"{shard.path} is a copy of {other.path}, not another shard of {folder}. Put the shard of this place "
+                f"back, or name other ones: knnlm shards join SHARD... --out {folder} --replace"
+            )
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:

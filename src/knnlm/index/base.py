@@ -24,8 +24,6 @@ _SAMPLE_PER_LIST = 48  # training vectors for each centroid: fewer make lists un
 _MIN_SAMPLE = 20_000  # training vectors
 _ROTATION_SEED = 0
 _MAX_IDS = 1 << 40  # vectors of all shards
-_NUMBER_BITS = 32  # of a packed pair
-_MAX_NUMBER = (1 << _NUMBER_BITS) - 1  # also stands for -1
 _SHARD_EXPONENT = 0.25
 
 
@@ -154,37 +152,6 @@ def order_ties(neighbours: Neighbours) -> Neighbours:
     result = ids.clone()
     result[rows] = torch.where(ordered == _MAX_IDS - 1, -1, ordered)
     return Neighbours(result, distances)
-
-
-def can_pack(neighbours: Neighbours) -> bool:
-    """Whether pairs of a distance and an id fit into 64 bits."""
-    ids = neighbours.ids
-    return neighbours.distances.dtype == torch.float32 and (not ids.numel() or int(ids.max()) < _MAX_NUMBER)
-
-
-def pack(neighbours: Neighbours) -> Tensor:
-    """Return int64 numbers in the order of (distance, id), those of -1 last; NaN counts as infinity."""
-    # Adding 0 makes -0.0 equal to 0.0. Of negative floats, all bits but the sign are inverted.
-    bits = (neighbours.distances + 0.0).nan_to_num_(torch.inf, torch.inf, -torch.inf).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & torch.iinfo(torch.int32).max)
-    return (ordered.long() << _NUMBER_BITS) | (neighbours.ids & _MAX_NUMBER)
-
-
-def unpack(packed: Tensor) -> Neighbours:
-    """Return the neighbours that `pack` was given."""
-    ordered = (packed >> _NUMBER_BITS).int()
-    bits = ordered ^ ((ordered >> 31) & torch.iinfo(torch.int32).max)
-    ids = packed & _MAX_NUMBER
-    return Neighbours(ids.masked_fill_(ids == _MAX_NUMBER, -1), bits.view(torch.float32))
-
-
-def smallest_packed(packed: Tensor, k: int) -> Tensor:
-    """Return the k smallest numbers of each row, ascending."""
-    if packed.device.type != "cpu":
-        return packed.topk(k, dim=1, largest=False, sorted=True).values
-    numbers = packed.numpy()  # which partitions integers faster than torch
-    kept = numbers if k == numbers.shape[1] else np.partition(numbers, k - 1, axis=1)[:, :k]
-    return torch.from_numpy(np.sort(kept, axis=1))
 
 
 def pad_neighbours(neighbours: Neighbours, k: int) -> Neighbours:

@@ -22,21 +22,17 @@ from knnlm.index.base import (
     Index,
     Neighbours,
     Vectors,
-    can_pack,
     check_search,
     no_neighbours,
-    pack,
     pad_neighbours,
     probes,
     shard_probes,
-    smallest_packed,
-    unpack,
 )
 from knnlm.index.exact import ExactIndex
+from knnlm.index.packed import merge_shards
 from knnlm.index.rerank import merge
 
 _EXTRA = 16  # neighbours searched for beside the share that is expected to be removed
-_MERGED_ROWS = 64  # queries whose neighbours are merged at once
 _WIDENING = 4  # times as many neighbours when there were not enough
 
 
@@ -237,47 +233,3 @@ def choose_blocks(nearest: Sequence[Neighbours], count: int) -> list[Tensor]:
     chosen.scatter_(1, distances.topk(min(count, distances.shape[1]), largest=False, sorted=False).indices, True)
     parts = chosen.split([one.ids.shape[1] for one in nearest], 1)
     return [one.ids.where(part, -1) for one, part in zip(nearest, parts, strict=True)]
-
-
-def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> Neighbours:
-    """Return the k nearest of all shards by (distance, id), given the nearest of each, at most k, and its first id."""
-    first = found[0]
-    k, rows = min(k, sum(one.ids.shape[1] for one in found)), len(first.ids)
-    if first.ids.device.type != "cpu":
-        return _merge_rows(found, firsts, k)
-    # Few queries at a time, whose numbers stay in the cache: fresh memory costs more than the merge.
-    ids = torch.empty(rows, k, dtype=torch.int64)
-    distances = torch.empty(rows, k, dtype=first.distances.dtype)
-    for begin in range(0, rows, _MERGED_ROWS):
-        own = slice(begin, begin + _MERGED_ROWS)
-        merged = _merge_rows([Neighbours(one.ids[own], one.distances[own]) for one in found], firsts, k)
-        ids[own], distances[own] = merged.ids, merged.distances
-    return Neighbours(ids, distances)
-
-
-def _merge_rows(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> Neighbours:
-    """Return the k nearest of all shards, at least k in all."""
-    device = found[0].ids.device
-    ids = torch.cat(
-        [
-            torch.where(one.ids < 0, one.ids, one.ids + first).to(device)
-            for one, first in zip(found, firsts, strict=True)
-        ],
-        1,
-    )
-    both = Neighbours(ids, torch.cat([one.distances.to(device) for one in found], 1))
-    if can_pack(both):
-        return unpack(smallest_packed(pack(both), k))
-    by_id = ids.where(ids >= 0, torch.iinfo(torch.int64).max).argsort(dim=1)
-    distances, columns = both.distances.gather(1, by_id).sort(dim=1, stable=True)
-    return Neighbours(ids.gather(1, by_id).gather(1, columns)[:, :k], distances[:, :k])
-
-
-def cut_rows(found: Sequence[Neighbours], best: Neighbours, kept: int) -> Tensor:
-    """Return the queries of which a shard may have more of the nearest than the `kept` that it has returned."""
-    last = best.distances[:, -1]
-    cut = torch.zeros_like(last, dtype=torch.bool)
-    for one in found:
-        if one.ids.shape[1] >= kept:
-            cut |= (one.ids[:, kept - 1] >= 0) & (one.distances[:, kept - 1] <= last)
-    return cut.nonzero()[:, 0]

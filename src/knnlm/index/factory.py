@@ -17,7 +17,7 @@ import math
 from knnlm.index.base import Index, Vectors
 from knnlm.index.blocks import is_blocks
 from knnlm.index.blocks.build import build_blocks
-from knnlm.index.faiss import FaissIndex
+from knnlm.index.faiss import FaissIndex, make_empty
 from knnlm.index.rerank import RerankedIndex
 from knnlm.progress import Progress, silent
 
@@ -74,6 +74,12 @@ def inverted_lists(keys: int) -> int:
 def _power_of_two(number: float) -> int:
     """Return the nearest power of two."""
     return 1 << round(math.log2(max(1, number)))
+
+
+def check_spec(spec: str, width: int, *, metric: str = "l2") -> None:
+    """Raise for the spec of an index that cannot be built over vectors of this width."""
+    if spec not in ("auto", "exact") and not is_blocks(spec):
+        make_empty(spec, width, metric=metric)
 
 
 def build_approximate(

@@ -51,6 +51,20 @@ def train_product_quantiser(sample: Tensor, pieces: int, *, seed: int, iteration
     return torch.from_numpy(entries.reshape(pieces, quantiser.ksub, width // pieces).copy())
 
 
+def make_empty(spec: str, width: int, *, metric: str = "l2") -> Any:
+    """Return the FAISS index of a factory string, not trained yet; raise where FAISS does not understand the string."""
+    check_metric(metric)
+    faiss = _faiss()
+    faiss_metric = faiss.METRIC_INNER_PRODUCT if metric == "ip" else faiss.METRIC_L2
+    try:
+        return faiss.index_factory(width, spec, faiss_metric)
+    except RuntimeError as error:
+        raise ParameterError(
+            f"FAISS does not understand the index {spec!r} for vectors of width {width}: {_reason(error)}. Use auto, "
+            f"exact, or a factory string such as IVF256,PQ{_code_bytes(width)}."
+        ) from None
+
+
 class FaissIndex:
     """A FAISS index behind the `Index` protocol."""
 
@@ -69,17 +83,7 @@ class FaissIndex:
         progress: Progress = silent,
     ) -> FaissIndex:
         """Train and fill an index from a FAISS factory string, such as `IVF256,PQ64`."""
-        check_metric(metric)
-        faiss = _faiss()
-        faiss_metric = faiss.METRIC_INNER_PRODUCT if metric == "ip" else faiss.METRIC_L2
-        try:
-            index = faiss.index_factory(vectors.width, spec, faiss_metric)
-        except RuntimeError as error:
-            raise ParameterError(
-                f"FAISS does not understand the index {spec!r} for vectors of width {vectors.width}: "
-                f"{_reason(error)}. Use auto, exact, or a factory string such as "
-                f"IVF256,PQ{_code_bytes(vectors.width)}."
-            ) from None
+        index = make_empty(spec, vectors.width, metric=metric)
         if not index.is_trained:
             _train(index, spec, vectors, progress=progress)
         with progress("filling the index", total=vectors.rows, unit="keys") as advance:

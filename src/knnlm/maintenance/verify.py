@@ -68,6 +68,10 @@ DECODER = "decoder"
 SQLITE_ERROR = "SQLite reports: "  # begins the message of a problem that SQLite's own check found
 
 _STATES = ("building", "complete")
+_MISSING_SHARD = (
+    "the shard is missing: put it back, or build it again, and name the new place: knnlm shards join SHARD... --out "
+    "{folder} --replace"
+)
 _CHECKSUM_MISMATCH = "checksum mismatch (SHA-256)"
 _CHUNK_BYTES = 1 << 24
 _MAX_ATTEMPTS = 3
@@ -155,7 +159,7 @@ def _verify_shards(folder: Path, *, deep: bool, trust_index: bool, progress: Pro
     found: list[Verification] = []
     for place in _shard_folders(own):
         if not (place / CATALOG_FILE).exists():
-            own.problems.append(Problem(str(place), "the shard is missing"))
+            own.problems.append(Problem(str(place), _MISSING_SHARD.format(folder=folder)))
             continue
         if is_sharded(place):
             own.problems.append(Problem(str(place), "the shard is a sharded store itself"))

@@ -165,7 +165,8 @@ def load_constants(path: Path | None = None) -> tuple[Constants, str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(f"{path}: the constants cannot be read ({error}). {_ADVICE}") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ParameterError(f"{path}: the constants cannot be read ({reason}). {_ADVICE}") from None
     return parse_constants(text, str(path)), str(path)
 
 

@@ -35,6 +35,7 @@ TAIL_SHARDS = (8, 32, 128, 512)
 
 _MAX_INDEX_KEYS = 1e10  # of one index of blocks
 _SLOWER = 2.0  # times the lowest latency that a better key format may take
+_MAX_TOKENS, _MAX_QUERIES = 1e15, 1e12
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ class Hardware:
         if self.nodes < 1 or self.cores < 1 or self.gpus < 0:
             raise ParameterError("A plan needs at least one node and one core, and no negative number of GPUs.")
         speed = 1.0 if self.disk_bytes_per_second is None else self.disk_bytes_per_second
-        if not all(0 < number < math.inf for number in (self.ram, self.gpu_memory, speed)):
-            raise ParameterError("Memory and the speed of the disk must be finite numbers above 0.")
+        given = {"memory": self.ram, "memory of a GPU": self.gpu_memory, "speed of the disk": speed}
+        for name, number in given.items():
+            if not 0 < number < math.inf:
+                raise ParameterError(f"The {name} must be a finite number above 0, not {number / 1e9:g} GB.")
 
     def __str__(self) -> str:
         gpus = f", {self.gpus} GPU{'s' if self.gpus > 1 else ''} of {self.gpu_memory / 1e9:g} GB" if self.gpus else ""
@@ -125,8 +128,11 @@ def make_plan(
     origin: str = "",
 ) -> Plan:
     """Return the costs of every key format and layout, and the recommended layout."""
-    if not (1 <= text.tokens <= 1e15 and 1 <= text.document_tokens <= 1e15 and 0 < queries_per_second <= 1e12):
-        raise ParameterError("A plan is for 1 to 1e15 tokens, documents of at least one, and some queries per second.")
+    for name, number in (("tokens", text.tokens), ("tokens of a document", text.document_tokens)):
+        if not 1 <= number <= _MAX_TOKENS:
+            raise ParameterError(f"The number of {name} must be from 1 to {_MAX_TOKENS:g}, not {number:g}.")
+    if not 0 < queries_per_second <= _MAX_QUERIES:
+        raise ParameterError(f"Queries per second must be above 0 and at most {_MAX_QUERIES:g}.")
     constants = _with_disk(constants, hardware)
     rows = [format_row(text, model, storage, hardware, constants) for storage in formats(model.width)]
     layouts = compare_layouts(text, model, hardware, constants, queries_per_second)

@@ -174,7 +174,11 @@ def _share(cost: Cost) -> str:
 def _tail(plan: Plan) -> Section:
     assert plan.recommended is not None
     header = ("shards", *(f"p{round(100 * quantile)}" for quantile in QUANTILES))
-    rows = [(f"{row.shards:,}", *(duration(each) for each in row.quantiles)) for row in plan.tail]
+    longest = max(max(row.quantiles) for row in plan.tail)  # a quantile of it may be longer than was measured
+    rows = [
+        (f"{row.shards:,}", *(f"{'≥ ' * (each >= longest)}{duration(each)}" for each in row.quantiles))
+        for row in plan.tail
+    ]
     return Section("Slowest of many shards of this size", header, rows)
 
 

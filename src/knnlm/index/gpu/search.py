@@ -20,10 +20,11 @@ import math
 import torch
 from torch import Tensor
 
-from knnlm.index.base import Neighbours, pack, smallest_packed, unpack
+from knnlm.index.base import Neighbours
 from knnlm.index.gpu.deferred import check_flag, is_capturing, is_deferred
 from knnlm.index.gpu.kernels import group_distances, group_maxima, key_ids, shape_for, survivors
 from knnlm.index.gpu.keys import DeviceKeys
+from knnlm.index.packed import pack, smallest_packed, unpack
 
 DEFAULT_WORKSPACE = 1 << 33  # bytes for the scores of a batch of queries
 

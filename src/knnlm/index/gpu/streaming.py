@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from knnlm.index.base import HalfVectors, Neighbours, Searcher, Vectors
-from knnlm.index.composite import merge_shards
 from knnlm.index.gpu import kernels
 from knnlm.index.gpu.keys import KEY_MULTIPLE, WIDTH_MULTIPLE, DeviceKeys, HalfKeys, Int8Keys, padded
 from knnlm.index.gpu.search import DEFAULT_WORKSPACE, FusedSearch
+from knnlm.index.packed import merge_shards
 
 _READ_BATCH = 1 << 16  # keys
 _READERS = 4  # threads
