@@ -392,6 +392,24 @@ def test_teacher_may_be_another_store_of_the_same_text_only(store_path, models, 
     assert not (tmp_path / "e.targets").exists()
 
 
+def test_decoder_teaches_a_smaller_one(store_path, tmp_path, capfd):
+    teacher, out = tmp_path / "teacher", tmp_path / "d"
+    distill(capfd, store_path, teacher)
+    options = ("--beta", 0.5, "--teacher", teacher, "--init", teacher, "--layers", 1)
+    metadata = distill(capfd, store_path, out, *options)
+    assert metadata["targets"]["kind"] == "model"
+    assert metadata["teacher"] == CausalLM.open(str(teacher), device="cpu").identity["weights"]["float32"]
+    assert metadata["initial_model"]["layers"] == [0]
+    losses = metadata["losses"]
+    assert losses["loss"] == pytest.approx((losses["kl"] + losses["ce"]) / 2, rel=1e-4)
+    targets = tmp_path / "d.targets"
+    shutil.rmtree(targets)
+    assert distill(capfd, store_path, out, *options) == metadata
+    assert not targets.exists()
+    start = ("distill", store_path, "--into", "decoder", "--out", tmp_path / "e", *QUICK, "--beta", 1)
+    assert "leave out --k" in failure(capfd, *start, "--teacher", teacher, "--k", 9)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -24,6 +24,7 @@ from knnlm.training import decoder, selecting_trainer
 from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
+from knnlm.training.model_teacher import make_model_targets
 from knnlm.training.selection import Piece, Trial, constant_rates, falling_rates, next_piece, planned_epochs
 
 RATES = (2e-3, 1e-3, 4e-3)
@@ -180,6 +181,30 @@ def test_trials_equal_trainings_that_end_there(texts, lm, whole, plain):
     assert next_piece(CONFIG.learning_rates, 3, found) is None
 
 
+def test_trials_of_a_taught_decoder_are_compared_by_the_cross_entropy(texts, lm, initial, tmp_path):
+    """Targets of held-out text say what the teacher knows, which has read that text."""
+    config = replace(CONFIG, beta=0.5, held_out=0.2, epochs=1)
+    stream = TokenStream.from_documents(texts[0])
+    targets = make_model_targets(stream, tmp_path / "targets", lm)
+    card = train_decoder(texts[0], initial, tmp_path / "out", config, targets=targets, device="cpu")
+    first = card.held_out[0]
+    assert first["kl"] != pytest.approx(first["ce"], rel=0.05)
+    assert first["loss"] == pytest.approx((first["kl"] + first["ce"]) / 2, rel=1e-4)
+    assert card.selection["trials"][0]["loss"] == first["ce"]
+    found = {trial["loss"] for trial in card.selection["trials"]}
+    assert {line["ce"] for line in card.held_out} == found
+
+
+def test_text_that_is_held_out_apart_needs_no_targets(texts, lm, initial, tmp_path):
+    stream = TokenStream.from_documents(texts[0])
+    targets = make_model_targets(stream, tmp_path / "targets", lm)
+    config, options = replace(CONFIG, beta=0.5, epochs=1), {"targets": targets, "held_out_text": texts[1]}
+    card = train_decoder(texts[0], initial, tmp_path / "out", config, device="cpu", **options)
+    assert [line["loss"] for line in card.held_out] == pytest.approx([line["ce"] for line in card.held_out])
+    assert card.held_out[0]["ce"] == pytest.approx(held_out_loss(lm.model, lm, texts[1]), rel=1e-4)
+    assert card.losses["kl"] > 0
+
+
 @pytest.mark.parametrize("helps", [True, False])
 def test_result_is_the_best_point_between_the_initial_and_the_best_weights(
     texts, lm, initial, tmp_path, monkeypatch, plain, helps
@@ -191,8 +216,8 @@ def test_result_is_the_best_point_between_the_initial_and_the_best_weights(
         evaluation = evaluate(self, epoch)
         if len(self.averages) != 1:
             return evaluation
-        found.append(evaluation[0]["loss"])
-        return [{"loss": 0.1}] if helps else evaluation
+        found.append(evaluation[0]["ce"])
+        return [{"ce": 0.1}] if helps else evaluation
 
     monkeypatch.setattr(selecting_trainer.SelectingTrainer, "_evaluate", better)
     card = train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
@@ -262,7 +287,7 @@ def test_selection_that_is_interrupted_after_the_average_resumes_with_the_same_r
     evaluate, config = trainer._evaluate, replace(CONFIG, epochs=1)
 
     def better(self, epoch):  # the average
-        return [{"loss": 0.1}] if len(self.averages) == 1 else evaluate(self, epoch)
+        return [{"ce": 0.1}] if len(self.averages) == 1 else evaluate(self, epoch)
 
     def interrupted(self, epoch):
         if len(self.averages) == 2:

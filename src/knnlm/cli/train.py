@@ -26,10 +26,11 @@ from knnlm.cli.options import (
     command,
 )
 from knnlm.cli.output import bar, count, leak_warning, open_model, print_json, print_table, show
-from knnlm.errors import DatastoreError, ParameterError
+from knnlm.errors import DatastoreError, ModelMismatch, ParameterError
 
 if TYPE_CHECKING:
     from knnlm.datastore.store import Datastore
+    from knnlm.lm.causal import CausalLM
     from knnlm.training.adapt import Adaptation
     from knnlm.training.teacher import Teacher
 
@@ -231,7 +232,10 @@ class DecoderFlags:
     ] = None
     layers: Annotated[int | None, typer.Option(min=1, help="decoder: blocks to keep.", show_default="all")] = None
     teacher: Annotated[
-        Path | None, typer.Option(help="decoder: a store of the same text to learn from.", show_default="STORE")
+        Path | None,
+        typer.Option(
+            help="decoder: a store of the same text, or another decoder, to learn from.", show_default="STORE"
+        ),
     ] = None
     beta: Annotated[
         float | None,
@@ -392,7 +396,7 @@ def _train_decoder(
     lm = open_language_model(store, model, device, dtype)
     initial = open_initial_model(init or lm.name, like=lm, layers=layers, seed=seed)
     initial.lm.window(settings.get("context"), None)  # raises if the window is too long
-    targets = _targets(store, out, device, **teaching) if beta else None
+    targets = _targets(store, out, lm, **teaching) if beta else None
     if settings.setdefault("select", True):
         settings["held_out"] = _SELECTION_SHARE
     config = DecoderConfig(beta=beta, seed=seed, **settings)
@@ -439,13 +443,18 @@ def _check_decoder(out: Path, beta: float, teaching: dict[str, Any], settings: d
         raise DatastoreError(f"{out} is not empty and is not a decoder. Choose another --out.")
 
 
-def _targets(store: Datastore, out: Path, device: str, *, teacher: Path | None = None, **votes: Any) -> Teacher:
-    """Return the predictions of the store, or of another store of the same text, at each position."""
+def _targets(store: Datastore, out: Path, lm: CausalLM, *, teacher: Path | None = None, **votes: Any) -> Teacher:
+    """Return the predictions of the store, of another store of the same text, or of a decoder, at each position."""
     from knnlm.datastore.store import Datastore
     from knnlm.mixture.loader import is_decoder
     from knnlm.training.data import TokenStream
     from knnlm.training.teacher import PlannedTeacher, TeacherConfig, make_targets
 
+    if teacher is not None and is_decoder(teacher):
+        if votes:
+            wrong = " and ".join(f"--{name.replace('_', '-')}" for name in votes)
+            raise ParameterError(f"{teacher} is a decoder, which predicts without neighbours: leave out {wrong}.")
+        return _model_targets(store, out, lm, teacher)
     source = store if teacher is None else Datastore.open(teacher)
     if TokenStream.from_store(source).fingerprint != TokenStream.from_store(store).fingerprint:
         raise DatastoreError(
@@ -455,5 +464,27 @@ def _targets(store: Datastore, out: Path, device: str, *, teacher: Path | None =
     config = TeacherConfig(**votes)
     if is_decoder(out):  # training is complete: only its settings are compared
         return PlannedTeacher(source, config)
+    place = _targets_place(out)
+    return make_targets(source, place, config, device=str(lm.device), progress=bar)
+
+
+def _model_targets(store: Datastore, out: Path, lm: CausalLM, teacher: Path) -> Teacher:
+    """Return the predictions of a decoder at each position of a store."""
+    from knnlm.lm.causal import CausalLM
+    from knnlm.mixture.loader import is_decoder
+    from knnlm.training.data import TokenStream
+    from knnlm.training.model_teacher import ModelTeacherConfig, PlannedModelTeacher, make_model_targets
+
+    teaching = CausalLM.open(str(teacher), device=str(lm.device), dtype=lm.dtype)
+    own, wanted = teaching.identity["tokenizer"], lm.identity["tokenizer"]
+    if own != wanted:
+        raise ModelMismatch(f"{teacher} has another tokenizer ({own}) than {lm.name} ({wanted}): it cannot teach it.")
+    text = TokenStream.from_store(store)
+    if is_decoder(out):
+        return PlannedModelTeacher(text, teaching, ModelTeacherConfig())
+    return make_model_targets(text, _targets_place(out), teaching, progress=bar)
+
+
+def _targets_place(out: Path) -> Path:
     place = out.absolute()
-    return make_targets(source, place.with_name(f"{place.name}.targets"), config, device=device, progress=bar)
+    return place.with_name(f"{place.name}.targets")

@@ -178,6 +178,7 @@ class TrainingBatches:
         table = self._table_of(text)
         held = self._mark_held_out(held_out if held_out_text is None else 0.0, table)
         self.held_out = table[held]
+        self.is_held_out_apart = held_out_text is not None  # it has no targets
         if held_out_text is not None:
             self._text = text + held_out_text
             self.held_out = self._table_of(held_out_text)

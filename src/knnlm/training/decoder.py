@@ -52,7 +52,7 @@ PLOT = "learning.png"
 _FINISHED = "finished"
 _OPTIONAL = ("select", "packed", "lora", "top")  # null in the settings, where they are not set
 # Settings of targets that do not depend on when they are computed.
-_TARGET_SETTINGS = ("teacher", "k", "knn_temperature", "exclude", "top", "mass")
+_TARGET_SETTINGS = ("kind", "teacher", "k", "knn_temperature", "exclude", "top", "mass")
 
 
 def train_decoder(
@@ -71,7 +71,7 @@ def train_decoder(
     """Train a copy of the initial model on a store's text, or on the tokens of documents, resuming an unfinished run.
 
     `targets` are needed if beta is above 0. `held_out_text`, the tokens of other documents, takes the place of a share
-    of the text. `checkpoint_every` is in seconds.
+    of the text; it is compared by the cross-entropy alone. `checkpoint_every` is in seconds.
     """
     if tensorboard and find_spec("tensorboard") is None:
         raise MissingExtra("tensorboard=True", "tensorboard", "tensorboard")
@@ -88,8 +88,6 @@ def train_decoder(
     _check_teacher(targets, stream, config.beta)
     _check_tokens(text, stream, initial)
     held_out = None if held_out_text is None else TokenStream.from_documents(held_out_text)
-    if held_out is not None and targets is not None:
-        raise ParameterError("The targets are of the text alone: hold a share of it out (held_out).")
     if held_out is not None:
         _check_pairs(held_out, initial, config)
     settings = _settings(stream, initial, targets, config)

@@ -263,7 +263,7 @@ class DecoderTrainer:
 
     def estimate(self) -> float:
         """Return about how many seconds of training remain, from a pass over the beginning of one window."""
-        batch, sparse = self._read(self.batches.steps(0, self._batch_tokens)[0])[0]
+        batch, sparse = self._read(self.batches.steps(0, self._batch_tokens)[0], self._teacher)[0]
         begin = time.perf_counter()
         short = batch.columns(_PROBE)
         part = None if sparse is None else SparseTargets(*(tensor[: len(short.targets)] for tensor in sparse))
@@ -344,7 +344,7 @@ class DecoderTrainer:
         self.model.train()
         while state.epoch < self.config.epochs:
             groups = self.batches.steps(state.epoch, self._batch_tokens)[state.batch :]
-            for parts in prefetch(groups, self._read):
+            for parts in prefetch(groups, self._read_taught):
                 self._step(parts, curve, self._schedule.rate_of_step(state.step, self.steps) / 2**state.divergences)
                 self._report(advance)
                 if curve.pending >= STEPS_PER_FLUSH or state.step == self.steps:
@@ -429,16 +429,19 @@ class DecoderTrainer:
     def _losses(self, batch: TrainingBatch, sparse: SparseTargets | None, count: int) -> Losses:
         return self._pass.losses(batch, sparse, beta=self.config.beta, positions=count)
 
-    def _read(self, groups: Sequence[NDArray[np.int64]]) -> list[_Part]:
+    def _read(self, groups: Sequence[NDArray[np.int64]], teacher: Teacher | None) -> list[_Part]:
         """Return the windows of groups, in at least `accumulate` parts, and their targets."""
         parts = []
         for batch in self._read_rows(groups) if self.batches.packed else self._read_padded(groups):
-            sparse = None if self._teacher is None else self._teacher.lookup(batch.positions)
+            sparse = None if teacher is None else teacher.lookup(batch.positions)
             if self._device.type == "cuda":  # here, in the thread that reads ahead
                 parts.append((batch.pin_memory(), None if sparse is None else _pinned(sparse)))
             else:
                 parts.append((batch, sparse))
         return parts
+
+    def _read_taught(self, groups: Sequence[NDArray[np.int64]]) -> list[_Part]:
+        return self._read(groups, self._teacher)
 
     def _read_padded(self, groups: Sequence[NDArray[np.int64]]) -> list[TrainingBatch]:
         groups = self.batches.join_groups(groups, self._max_positions)
@@ -469,10 +472,11 @@ class DecoderTrainer:
         if self.batches.packed and self._device.type == "cuda":  # many small passes would wait for Python
             size = max(size, _EVALUATED_TOKENS)
         groups = self.batches.held_out_steps(size)
+        teacher = None if self.batches.is_held_out_apart else self._teacher
         self.model.eval()
         sums = [
             own
-            for parts in prefetch(groups, self._read)
+            for parts in prefetch(groups, lambda group: self._read(group, teacher))
             for own in self._in_memory(
                 parts, lambda fitting: [self._sums(batch, sparse, count) for batch, sparse in fitting]
             )

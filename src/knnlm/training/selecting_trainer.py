@@ -107,7 +107,7 @@ class SelectingTrainer(DecoderTrainer):
         self._report(advance)
         if not state.held_out:
             state.held_out = self._evaluate(0)
-            state.trials = [Trial(None, 0.0, state.held_out[0]["loss"]).as_dict()]
+            state.trials = [Trial(None, 0.0, state.held_out[0]["ce"]).as_dict()]
         self.model.train()
         while (piece := next_piece(self._rates, self.config.epochs, self._trials)) is not None:
             if not state.decays:
@@ -140,7 +140,7 @@ class SelectingTrainer(DecoderTrainer):
         every = falling_rates(rate, count) if state.decays else constant_rates(rate, before, count, self._warm_up)
         rates = list(every)[state.batch :]
         groups = self._groups(before + state.batch, count - state.batch)
-        for parts, rate in zip(prefetch(groups, self._read), rates, strict=True):
+        for parts, rate in zip(prefetch(groups, self._read_taught), rates, strict=True):
             self._step(parts, curve, rate)
             self._report(advance)
             if curve.pending >= STEPS_PER_FLUSH or state.batch == count:
@@ -164,7 +164,7 @@ class SelectingTrainer(DecoderTrainer):
     def _finish(self, piece: Piece) -> None:
         """Record the loss after a decay, and return to the weights that the next piece begins with."""
         evaluation = self._evaluate(math.ceil(piece.end))
-        loss = evaluation[0]["loss"]
+        loss = evaluation[0]["ce"]
         if not math.isfinite(loss):
             self._record(piece, math.inf)
             return
@@ -201,14 +201,14 @@ class SelectingTrainer(DecoderTrainer):
         if not others or not math.isfinite(others[0]):
             return
         self._set_between(1.0, average=0.5)
-        self.averages.append((0.5, self._evaluate(0)[0]["loss"]))
+        self.averages.append((0.5, self._evaluate(0)[0]["ce"]))
 
     def _interpolate(self) -> None:
         """Set the weights to the point with the smallest loss between the initial and the trained ones."""
         average, between = _best_share(self.averages), []
         for share in INTERPOLATIONS:
             self._set_between(share, average=average)
-            between.append((share, self._evaluate(0)[0]["loss"]))
+            between.append((share, self._evaluate(0)[0]["ce"]))
         trained = min(loss for _, loss in self.averages)
         self.interpolations = [(0.0, self._trials[0].loss), *between, (1.0, trained)]
         self._set_between(_best_share(self.interpolations), average=average)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +47,8 @@ EXCLUSIONS = ("self", "document")
 TARGETS_FILE = "targets.json"
 TARGETS_FORMAT = 1
 OFFSETS, TOKENS, PROBS = "offsets.npy", "tokens.npy", "probs.npy"
+
+MODEL_TEACHER = "model"  # the kind of targets that a model predicts
 
 _MIN_PROBABILITY = 2.0**-24  # the smallest number above 0 in float16
 _REMAKE = "Remove the folder and make the targets again."
@@ -212,7 +215,7 @@ class Targets:
 
     def __init__(self, path: Path, settings: dict[str, Any], done: _Done) -> None:
         self.path = path
-        self.settings = settings  # teacher, text, entries, vocab_size, and the fields of TeacherConfig
+        self.settings = settings  # teacher, text, entries, vocab_size, and the fields of the teacher's configuration
         self.token_count, self._done = done.positions, done
         self._offsets = open_array(path / OFFSETS, np.int64, (done.positions + 1,))
         self._tokens = open_array(path / TOKENS, _token_dtype(settings["vocab_size"]), (done.tokens,))
@@ -235,7 +238,7 @@ class Targets:
         """The settings, and figures on the result."""
         size = sum((self.path / name).stat().st_size for name in (OFFSETS, TOKENS, PROBS))
         bytes_per_token = size / max(1, self.token_count)
-        dense_bytes = _DENSE_BYTES * self.settings["k"]
+        dense_bytes = _DENSE_BYTES * self.settings.get("k", self.settings["vocab_size"])
         return {
             **self.settings,
             "tokens_per_position": self._done.tokens / max(1, self.token_count),
@@ -293,22 +296,45 @@ def make_targets(
         raise ParameterError(f"batch must be at least 1, not {batch}.")
     check_unpruned(store)
     folder = output_folder(out)
+
+    def retrieved(first: int) -> Iterator[tuple[SparseTargets, Tensor]]:
+        teacher = RetrievalTeacher(store, config, device=str(where))
+        for begin in range(first, store.entry_count, batch):
+            yield teacher.retrieve(torch.arange(begin, min(begin + batch, store.entry_count)))
+
     shape = {"entries": store.entry_count, "vocab_size": int(store.model["vocab_size"])}
     settings = {**PlannedTeacher(store, config).metadata, **shape}
+    return write_targets(
+        folder, settings, retrieved, what="retrieving targets", every=checkpoint_every, progress=progress
+    )
+
+
+def write_targets(
+    folder: Path,
+    settings: dict[str, Any],
+    make: Callable[[int], Iterator[tuple[SparseTargets, Tensor]]],
+    *,
+    what: str,
+    every: float,
+    progress: Progress,
+) -> Targets:
+    """Write the targets of all positions, resuming unfinished ones with the same settings.
+
+    `make` yields the targets of consecutive positions from the given one on, and the (n,) probability that they kept.
+    """
+    entries: int = settings["entries"]
     with writer_lock(folder, create=True):
         done = _Done()
         if (folder / TARGETS_FILE).exists():
             found, done = _load(folder)
             check_same_settings(folder, found, settings)
-        if done.positions < store.entry_count or not (folder / OFFSETS).exists():
-            teacher = RetrievalTeacher(store, config, device=str(where))
-            writer = _TargetsWriter(folder, settings, done, every=checkpoint_every)
-            with progress("retrieving targets", total=store.entry_count, unit="tokens") as advance:
+        if done.positions < entries or not (folder / OFFSETS).exists():
+            writer = _TargetsWriter(folder, settings, done, every=every)
+            with progress(what, total=entries, unit="tokens") as advance:
                 advance(done.positions)
-                for begin in range(done.positions, store.entry_count, batch):
-                    positions = torch.arange(begin, min(begin + batch, store.entry_count))
-                    writer.add(*teacher.retrieve(positions))
-                    advance(len(positions))
+                for targets, masses in make(done.positions):
+                    writer.add(targets, masses)
+                    advance(len(masses))
             writer.close()
     return Targets.open(folder)
 
@@ -361,7 +387,9 @@ def _load(folder: Path) -> tuple[dict[str, Any], _Done]:
     missing = f"There are no targets in {folder}: it has no {TARGETS_FILE}."
     content = load_metadata(file, version=TARGETS_FORMAT, missing=missing, advice=_REMAKE)
     settings, done = (part if isinstance(part, dict) else {} for part in (content.get("settings"), content.get("done")))
-    kinds = {"teacher": str, "text": str, "entries": int, "vocab_size": int, "k": int, "exclude": str, "top": int}
+    kinds = {"teacher": str, "text": str, "entries": int, "vocab_size": int, "top": int}
+    if settings.get("kind") != MODEL_TEACHER:
+        kinds |= {"k": int, "exclude": str}
     for name, kind in kinds.items():
         value = settings.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
@@ -373,7 +401,7 @@ def _load(folder: Path) -> tuple[dict[str, Any], _Done]:
     counts = (loaded.positions, loaded.tokens, loaded.answered)
     if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in counts):
         raise DatastoreCorrupt(f"{file}: the number of finished positions is missing or invalid. {_REMAKE}")
-    if not all(isinstance(value, (int, float)) for value in (loaded.mass, loaded.seconds)) or settings["k"] < 1:
+    if not all(isinstance(value, (int, float)) for value in (loaded.mass, loaded.seconds)) or settings.get("k", 1) < 1:
         raise DatastoreCorrupt(f"{file}: a figure is not a number. {_REMAKE}")
     return settings, loaded
 

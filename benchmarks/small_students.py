@@ -1,0 +1,191 @@
+"""Test perplexity of small decoders by what they learn from, beside a decoder of all blocks.
+
+    python benchmarks/small_students.py CORPUS... --limit 60000 --device cuda
+    python benchmarks/small_students.py CORPUS --store 3000 --limit 1000 --layers 4 --blocks 2 --ways model,full:0.5
+
+CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. A full decoder is trained
+on train as `adapt` does it, and small ones of some blocks in each of the --ways: the weights that they begin with
+(`model`, or `full` for those of the full decoder), and where given, the share β of the loss from the predictions of the
+full decoder, the writer of additional text (`model` or `full`), and how many tokens of it:
+
+    model                    as they are trained without a teacher
+    full:0.5                 with the teacher, on the text
+    full:0.9:full:1000000    also on a million tokens that the full decoder writes
+
+λ is fitted on valid. `of full` is the perplexity of model and small decoder over that of model and full decoder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knnlm.evaluation.evaluate import first_documents
+from knnlm.evaluation.samples import sample_documents
+from knnlm.lm.causal import CausalLM
+from knnlm.training.data import TokenStream
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
+from knnlm.training.initial_model import open_initial_model
+from knnlm.training.model_teacher import make_model_targets
+from perplexity import parser_for, split
+
+WAYS = "model,full,full:0.5,full:0.9,full:0.5:full:1000000,full:0.9:full:1000000,full:0.9:model:1000000"
+FULL = "all blocks"  # the row of the full decoder
+BATCH_TOKENS = 8192  # of an evaluation
+LAMBDAS = torch.linspace(0.0, 1.0, 101)
+
+
+def main() -> None:
+    options = parse()
+    lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
+    rows = []
+    for corpus in options.corpus:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            rows += Study(corpus, Path(folder), lm, options).run()
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
+    show(rows)
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_for(__doc__)
+    parser.add_argument("--layers", type=int, help="blocks of the full decoder (default: all)")
+    parser.add_argument("--blocks", type=int, default=9, help="blocks of the small decoders")
+    parser.add_argument("--ways", default=WAYS, help="begin[:β[:writer:tokens]], with commas")
+    parser.add_argument("--epochs", type=int, default=3, help="of the full decoder, at most")
+    parser.add_argument("--small-epochs", type=int, default=6, help="of the small ones, at most")
+    parser.add_argument("--small-rate", type=float, default=6e-4, help="the middle rate of the small ones")
+    parser.add_argument("--folder", type=Path, help="where decoders are made (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="also write the rows into this file")
+    return parser.parse_args()
+
+
+@dataclass
+class Study:
+    """The decoders of one corpus."""
+
+    corpus: Path
+    folder: Path
+    lm: CausalLM
+    options: argparse.Namespace
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    base: dict[str, Tensor] = field(default_factory=dict)  # log p of the model on valid and test
+    samples: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
+
+    def run(self) -> list[dict[str, Any]]:
+        """Train and measure every decoder, and return a row for each."""
+        options, lm = self.options, self.lm
+        limits = {"train": options.store, "valid": options.limit, "test": options.limit}
+        self.texts = {
+            name: lm.encode_all([document.text for document in first_documents(split(self.corpus, name), lm, limit)])
+            for name, limit in limits.items()
+        }
+        self.base = {name: token_log_probs(lm, self.texts[name]) for name in ("valid", "test")}
+        initial = open_initial_model(options.model, like=lm, layers=options.layers)
+        config = DecoderConfig(select=True, epochs=options.epochs)
+        place = self.folder / "full"
+        begin = time.perf_counter()
+        train_decoder(
+            self.texts["train"], initial, place, config, held_out_text=self.texts["valid"], device=str(lm.device)
+        )
+        self.add(FULL, place, time.perf_counter() - begin)
+        self.full = CausalLM.open(str(place), device=str(lm.device), dtype=options.dtype)
+        for way in filter(None, options.ways.split(",")):
+            self.train(way)
+        return self.rows
+
+    def train(self, way: str) -> None:
+        """Train a small decoder in one way."""
+        options, lm = self.options, self.lm
+        begins, beta, writer, count = [*way.split(":"), *["0", "full", "0"][len(way.split(":")) - 1 :]]
+        text = [*self.texts["train"], *self.written(writer, int(count))]
+        place = self.folder / f"small-{way.replace(':', '-')}"
+        spec = options.model if begins == "model" else str(self.folder / "full")
+        initial = open_initial_model(spec, like=lm, layers=options.blocks)
+        settings: dict[str, Any] = {"select": True, "epochs": options.small_epochs, "learning_rate": options.small_rate}
+        begin, targets = time.perf_counter(), None
+        if float(beta):
+            targets = make_model_targets(
+                TokenStream.from_documents(text), self.folder / f"{place.name}.targets", self.full
+            )
+        config = DecoderConfig(beta=float(beta), **settings)
+        held_out = self.texts["valid"]
+        train_decoder(text, initial, place, config, targets=targets, held_out_text=held_out, device=str(lm.device))
+        self.add(way, place, time.perf_counter() - begin)
+
+    def written(self, writer: str, count: int) -> list[list[int]]:
+        """Return the tokens of text that the model or the full decoder writes."""
+        if count and (writer, count) not in self.samples:
+            author = self.lm if writer == "model" else self.full
+            documents = sample_documents(author, count)
+            self.samples[writer, count] = self.lm.encode_all([document.text for document in documents])
+        return self.samples.get((writer, count), [])
+
+    def add(self, name: str, place: Path, seconds: float) -> None:
+        """Measure a decoder alone and with the model."""
+        decoder = CausalLM.open(str(place), device=str(self.lm.device), dtype=self.options.dtype)
+        own = {part: token_log_probs(decoder, self.texts[part]) for part in ("valid", "test")}
+        weights = sum(weight.numel() for weight in decoder.model.parameters())
+        share = best_share(self.base["valid"], own["valid"])
+        row = {
+            "corpus": self.corpus.name,
+            "way": name,
+            "weights": weights / sum(weight.numel() for weight in self.lm.model.parameters()),
+            "seconds": seconds,
+            "model": perplexity(self.base["test"]),
+            "alone": perplexity(own["test"]),
+            "lambda": share,
+            "mixed": perplexity(mixed(self.base["test"], own["test"], share)),
+        }
+        self.rows.append(row)
+        print(row, file=sys.stderr, flush=True)
+
+
+def token_log_probs(lm: CausalLM, documents: list[list[int]]) -> Tensor:
+    """Return log p of every token, (N,)."""
+    found = torch.zeros(sum(map(len, documents)), dtype=torch.float64)
+    for batch in lm.read(documents, lm.window(), batch_tokens=BATCH_TOKENS):
+        assert batch.logits is not None
+        log_p = batch.logits.float().log_softmax(1).gather(1, batch.targets[:, None])[:, 0]
+        found[batch.rows] = log_p.double().cpu()
+    return found
+
+
+def mixed(one: Tensor, other: Tensor, share: float) -> Tensor:
+    """Return log p of a mixture with this share of the other."""
+    weights = torch.tensor([1 - share, share], dtype=torch.float64).log()
+    return torch.logaddexp(one + weights[0], other + weights[1])
+
+
+def best_share(one: Tensor, other: Tensor) -> float:
+    """Return the share of the other with the smallest perplexity."""
+    return max(LAMBDAS.tolist(), key=lambda share: float(mixed(one, other, share).mean()))
+
+
+def perplexity(log_probs: Tensor) -> float:
+    return math.exp(-float(log_probs.mean()))
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("| corpus | model | small from | weights | alone | with the model | λ | of full | seconds |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    full = {row["corpus"]: row["mixed"] for row in rows if row["way"] == FULL}
+    for row in rows:
+        print(f"| {row['corpus']} | {row['model']:.2f} | {row['way']} | {row['weights']:.2f} | {row['alone']:.2f} "
+              f"| {row['mixed']:.2f} | {row['lambda']:.2f} | {row['mixed'] / full[row['corpus']]:.3f} "
+              f"| {row['seconds']:.0f} |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
