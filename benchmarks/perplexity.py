@@ -26,6 +26,8 @@ from knnlm.evaluation.evaluate import Evaluation, first_documents
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 
+_BATCH_TOKENS, _LOGITS = 16_384, 2048  # of a pass, and whose logits are in float32 at the same time
+
 
 def main() -> None:
     options = parse()
@@ -116,6 +118,25 @@ def split(corpus: Path, name: str) -> Iterator[Document]:
     if not files:
         sys.exit(f"{corpus} has no {name}.jsonl")
     return knnlm.read_documents(files[0])
+
+
+def tokens_of(corpus: Path, lm: CausalLM, options: argparse.Namespace) -> dict[str, list[list[int]]]:
+    """Return the tokens of the documents of train, valid and test, as many as the options ask for."""
+    limits = {"train": options.store, "valid": options.limit, "test": options.limit}
+    texts = {name: first_documents(split(corpus, name), lm, limit) for name, limit in limits.items()}
+    return {name: lm.encode_all([document.text for document in text]) for name, text in texts.items()}
+
+
+@torch.inference_mode()
+def token_log_probs(lm: CausalLM, documents: list[list[int]]) -> torch.Tensor:
+    """Return log p of every token of documents by a model alone, (N,) float64 on the CPU."""
+    found = torch.zeros(sum(map(len, documents)), dtype=torch.float64)
+    for batch in lm.read(documents, lm.window(), batch_tokens=_BATCH_TOKENS):
+        assert batch.logits is not None
+        parts = zip(batch.logits.split(_LOGITS), batch.targets.split(_LOGITS), strict=True)
+        losses = [torch.nn.functional.cross_entropy(own.float(), targets, reduction="none") for own, targets in parts]
+        found[batch.rows.cpu()] = -torch.cat(losses).double().cpu()
+    return found
 
 
 def by_numpy(lm: CausalLM, train: list[Document], test: list[Document], evaluation: Evaluation) -> dict[str, object]:

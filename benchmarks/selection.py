@@ -19,17 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from knnlm.evaluation.evaluate import first_documents
 from knnlm.lm.causal import CausalLM
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import InitialModel, open_initial_model
-from perplexity import parser_for, split
+from perplexity import parser_for, token_log_probs, tokens_of
 
 GRID = "1:1e-4,3:1e-4,1:2e-4,3:2e-4"
-BATCH_TOKENS = 16_384  # of an evaluation
 
 
 def main() -> None:
@@ -64,11 +60,7 @@ class Study:
     def run(self) -> list[dict[str, Any]]:
         """Train and measure every decoder, and return a row for each."""
         options, lm = self.options, self.lm
-        limits = {"train": options.store, "valid": options.limit, "test": options.limit}
-        self.texts = {
-            name: lm.encode_all([document.text for document in first_documents(split(self.corpus, name), lm, limit)])
-            for name, limit in limits.items()
-        }
+        self.texts = tokens_of(self.corpus, lm, options)
         self.add("model", lm)
         initial = open_initial_model(options.model, like=lm, layers=options.layers)
         for point in filter(None, options.grid.split(",")):
@@ -100,15 +92,9 @@ class Study:
         print(json.dumps(self.rows[-1]), flush=True)
 
 
-@torch.inference_mode()
 def perplexity(lm: CausalLM, documents: list[list[int]]) -> float:
     """Return the perplexity of documents by a model alone."""
-    total = torch.zeros((), dtype=torch.float64, device=lm.device)
-    for batch in lm.read(documents, lm.window(), batch_tokens=BATCH_TOKENS):
-        assert batch.logits is not None
-        for logits, targets in zip(batch.logits.split(2048), batch.targets.split(2048), strict=True):
-            total += torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
-    return math.exp(float(total) / sum(map(len, documents)))
+    return math.exp(-float(token_log_probs(lm, documents).mean()))
 
 
 def show(rows: list[dict[str, Any]]) -> None:

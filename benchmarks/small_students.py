@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knnlm.evaluation.evaluate import first_documents
 from knnlm.evaluation.samples import sample_documents
 from knnlm.lm.causal import CausalLM
 from knnlm.training.data import TokenStream
@@ -38,11 +37,10 @@ from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
 from knnlm.training.model_teacher import make_model_targets
-from perplexity import parser_for, split
+from perplexity import parser_for, token_log_probs, tokens_of
 
 WAYS = "model,full,full:0.5,full:0.9,full:0.5:full:1000000,full:0.9:full:1000000,full:0.9:model:1000000"
 FULL = "all blocks"  # the row of the full decoder
-BATCH_TOKENS = 8192  # of an evaluation
 LAMBDAS = torch.linspace(0.0, 1.0, 101)
 
 
@@ -86,11 +84,7 @@ class Study:
     def run(self) -> list[dict[str, Any]]:
         """Train and measure every decoder, and return a row for each."""
         options, lm = self.options, self.lm
-        limits = {"train": options.store, "valid": options.limit, "test": options.limit}
-        self.texts = {
-            name: lm.encode_all([document.text for document in first_documents(split(self.corpus, name), lm, limit)])
-            for name, limit in limits.items()
-        }
+        self.texts = tokens_of(self.corpus, lm, options)
         self.base = {name: token_log_probs(lm, self.texts[name]) for name in ("valid", "test")}
         initial = open_initial_model(options.model, like=lm, layers=options.layers)
         config = DecoderConfig(select=True, epochs=options.epochs)
@@ -150,16 +144,6 @@ class Study:
         }
         self.rows.append(row)
         print(row, file=sys.stderr, flush=True)
-
-
-def token_log_probs(lm: CausalLM, documents: list[list[int]]) -> Tensor:
-    """Return log p of every token, (N,)."""
-    found = torch.zeros(sum(map(len, documents)), dtype=torch.float64)
-    for batch in lm.read(documents, lm.window(), batch_tokens=BATCH_TOKENS):
-        assert batch.logits is not None
-        log_p = batch.logits.float().log_softmax(1).gather(1, batch.targets[:, None])[:, 0]
-        found[batch.rows] = log_p.double().cpu()
-    return found
 
 
 def mixed(one: Tensor, other: Tensor, share: float) -> Tensor:

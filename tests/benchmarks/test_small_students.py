@@ -10,6 +10,7 @@ import torch
 
 import small_students
 from helpers.corpora import corpus_folder
+from perplexity import token_log_probs
 
 
 def test_table_compares_small_decoders_with_the_full_one(model_folder, tmp_path, monkeypatch, capsys):
@@ -44,7 +45,7 @@ def test_share_is_that_of_the_smallest_perplexity():
 
 def test_log_probabilities_are_those_of_single_documents(lm):
     documents = [[5, 6, 7, 8], [9, 10]]
-    found = small_students.token_log_probs(lm, documents).tolist()
+    found = token_log_probs(lm, documents).tolist()
     expected = []
     for document in documents:
         with torch.no_grad():
