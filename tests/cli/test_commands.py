@@ -117,8 +117,14 @@ def test_examples_of_the_help_run(texts, model_folder, tmp_path, monkeypatch, ca
 
 
 def test_build_reports_what_it_stored_as_json(texts, model_folder, tmp_path, capfd, lm):
-    code, out, _ = knnlm(capfd, "build", texts / "docs", "--out", tmp_path / "m", "--model", model_folder, "--json")
+    command = ("build", texts / "docs", "--out", tmp_path / "m", "--model", model_folder, "--json")
+    code, out, err = knnlm(capfd, *command)
     assert code == 0
+    progress = [json.loads(line) for line in err.splitlines() if line.startswith('{"event": ')]
+    assert [event["event"] for event in progress if event["event"] != "progress"] == ["begin", "end"]
+    assert progress[-1]["done"] == progress[-1]["total"]
+    assert progress[-1]["unit"] == "bytes"
+    assert 0 == progress[0]["seconds"] <= progress[-1]["seconds"]
     metadata = json.loads(out)
     assert metadata["documents"] == 12
     assert metadata["tokens"] == sum(len(lm.encode(document.text)) for document in documents(12))

@@ -59,8 +59,15 @@ def test_build_on_ray_prints_what_other_builds_print(text, model_folder, tmp_pat
     ray = ThreadRay(BuildWorker)
     monkeypatch.setattr("knnlm.cluster.build.connected", ray.connected)
     command = ("build", text, "--out", tmp_path / "out", "--model", model_folder, "--ray", "--workers", "2", "--json")
-    code, shown, _ = knnlm(capfd, *command)
+    monkeypatch.setattr("knnlm.cli.output._EVENT_SECONDS", 0.0)
+    code, shown, progress = knnlm(capfd, *command)
     assert code == 0
+    events = [json.loads(line) for line in progress.splitlines() if line.startswith('{"event": ')]
+    assert [event["event"] for event in events if event["event"] != "progress"] == ["begin", "end"]
+    assert {event["what"] for event in events} == {"reading"}
+    assert [event["done"] for event in events] == sorted(event["done"] for event in events)
+    assert events[-1]["done"] == events[-1]["total"] == sum(len(one.text.encode()) for one in documents(6))
+    assert any(event["note"].endswith("of 2 workers, 1 of 2 shards") for event in events)
     assert (ray.options["num_cpus"], ray.options["num_gpus"]) == (1, 0)
     result = json.loads(shown)
     assert (result["documents"], result["shards"]) == (6, 2)

@@ -34,7 +34,7 @@ from knnlm.cli.options import (
     command,
     open_mixture,
 )
-from knnlm.cli.output import bar, count, open_model, quiet, show, waiting
+from knnlm.cli.output import bar, count, events, open_model, quiet, show, waiting
 from knnlm.errors import ModelError, ParameterError
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def build(
     ray.check(text, shard)
     documents = _open_text(text, fields, model)
     opening = {"key_layer": key_layer, "layer": layer, **asdict(languages), **asdict(machine)}
-    options: dict[str, Any] = {"key_format": key_format, "compile": compile, "progress": bar}
+    options: dict[str, Any] = {"key_format": key_format, "compile": compile, "progress": events if json else bar}
     read = partial(_open_text, text, fields, model)
     if ray.ray is not None:
         options |= {"context": context, "stride": stride, "model": model, "model_options": opening}

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from knnlm.progress import Advance
 
 if TYPE_CHECKING:
     from knnlm.lm.causal import CausalLM
+
+_EVENT_SECONDS = 1.0  # between two events of a progress
 
 console = Console(highlight=False, emoji=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, emoji=False)
@@ -68,6 +71,44 @@ def bar(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterato
             raise
         # A limit inside a document makes the total a little larger than what was done.
         progress.update(task, total=progress.tasks[0].completed)
+
+
+class _Events:
+    """Progress as JSON objects, one on each line of standard error."""
+
+    def __init__(self, what: str, total: int | None, unit: str) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._begin, self._shown = time.monotonic(), -math.inf
+        self._done, self._note = 0, ""
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        self._show_now_and_then()
+
+    def note(self, text: str) -> None:
+        """Show a note in the next event, and at once if the last one was some time ago."""
+        self._note = text
+        self._show_now_and_then()
+
+    def show(self, event: str) -> None:
+        """Write an event."""
+        self._shown = time.monotonic()
+        content = {"event": event, "what": self._what, "done": self._done, "total": self._total, "unit": self._unit}
+        content |= {"note": self._note, "seconds": round(self._shown - self._begin, 3)}
+        print(json.dumps(content, ensure_ascii=False), file=sys.stderr, flush=True)  # noqa: T201
+
+    def _show_now_and_then(self) -> None:
+        if time.monotonic() - self._shown >= _EVENT_SECONDS:
+            self.show("progress")
+
+
+@contextmanager
+def events(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterator[Advance]:
+    """Write progress as JSON objects to standard error: at the begin, each second, and when it is complete."""
+    shown = _Events(what, total, unit)
+    shown.show("begin")
+    yield shown
+    shown.show("end")
 
 
 @contextmanager
