@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from typer.main import get_command
 
 from helpers.cli import failure, knnlm
+from knnlm.cli.app import app
 from knnlm.datastore.codecs import parse_storage
 from knnlm.errors import ParameterError
 from knnlm.plan.constants import Constants, load_constants, parse_constants, user_constants
@@ -269,6 +271,37 @@ def test_command_prints_tables_json_and_a_plot(capfd, model_folder, constants, t
 )
 def test_command_names_the_option_that_is_wrong(options, message, capfd, model_folder):
     assert message in failure(capfd, "plan", "--tokens", "1e6", "--model", model_folder, *options)
+
+
+def commands(constants, hardware, *, tokens=1e6, model=MODEL, **options):
+    """The commands that a plan ends with, as the command line reads them."""
+    plan = make_plan(TextShape(tokens), model, hardware, constants, **options)
+    section = next(section for section in plan_sections(plan) if section.title == "Recommended")
+    found = dict(section.rows)
+    for line in (found["build"], found["serve"]):
+        for command in line.split(" && "):
+            words = command.replace("STORE", "a.store").replace("ADDRESS", "10.0.0.1:6379").split()
+            get_command(app).commands[words[1]].make_context(words[1], words[2:])
+    return plan.recommended, found["build"], found["serve"]
+
+
+def test_plan_ends_with_the_commands_of_its_layout(constants):
+    one = Hardware(cores=2, ram=64e9)
+    assert commands(constants, one, tokens=10_000, model=replace(MODEL, name="m"))[1:] == (
+        "knnlm build TEXT --out STORE --model m --key-format float16",
+        "knnlm serve STORE",
+    )
+    assert commands(constants, one)[1] == ("knnlm build TEXT --out STORE --key-format float16 && knnlm index STORE")
+    assert commands(constants, Hardware(gpus=1))[2] == "knnlm serve STORE --device cuda"
+    layout, build, serve = commands(constants, CLUSTER, tokens=3e9, queries_per_second=200)
+    assert build.endswith(f"--key-format float16 --ray ADDRESS --shards {layout.shards}")
+    assert serve.startswith("knnlm serve STORE --ray ADDRESS --shard-gpus 1 --key-dtype int8")
+    layout, build, serve = commands(
+        constants, Hardware(nodes=8, cores=64, ram=512e9), tokens=1e9, queries_per_second=1e4
+    )
+    assert build.endswith(f"--ray ADDRESS --shards {layout.shards} --index auto")
+    assert layout.replicas > 1
+    assert serve == f"knnlm serve STORE --ray ADDRESS --shard-replicas {layout.replicas}"
 
 
 def test_quantiles_that_are_the_longest_measured_latency_are_marked(constants):

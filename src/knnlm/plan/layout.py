@@ -35,6 +35,7 @@ TAIL_SHARDS = (8, 32, 128, 512)
 
 _MAX_INDEX_KEYS = 1e10  # of one index of blocks
 _SLOWER = 2.0  # times the lowest latency that a better key format may take
+_GPU_SEARCH = "GPU"
 _MAX_TOKENS, _MAX_QUERIES = 1e15, 1e12
 
 
@@ -100,6 +101,11 @@ class Layout:
     def fits(self) -> bool:
         """Whether the hardware is enough."""
         return not self.limit
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the keys are in the memory of GPUs."""
+        return self.search.startswith(_GPU_SEARCH)
 
 
 @dataclass(frozen=True)
@@ -218,7 +224,7 @@ def _on_gpus(
     return _layout(
         constants,
         storage="float16",
-        search=f"GPU, exact, {key_dtype} keys",
+        search=f"{_GPU_SEARCH}, exact, {key_dtype} keys",
         shards=shards,
         replicas=replicas,
         keys=keys,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from knnlm.lm.loading import BUNDLED
 from knnlm.plan.cost import BATCH, MIN_COMPILED_TOKENS, Cost, K
 from knnlm.plan.layout import NETWORK_SECONDS, RAM_SHARE, Layout, Plan
 from knnlm.plan.tail import QUANTILES
@@ -148,8 +149,36 @@ def _recommendation(plan: Plan) -> Section:
         ("one query", f"{duration(layout.latency)}; 99 % within {duration(layout.latency_p99)}"),
         ("throughput", f"{layout.queries_per_second:,.0f} queries per second"),
         *_bottlenecks(plan),
+        ("build", _build_command(plan, layout)),
+        ("serve", _serve_command(plan, layout)),
     ]
     return Section("Recommended", (), rows)
+
+
+def _build_command(plan: Plan, layout: Layout) -> str:
+    model = "" if plan.model.name == BUNDLED else f" --model {plan.model.name}"
+    command = f"knnlm build TEXT --out STORE{model} --key-format {layout.storage}"
+    if _is_on_one_machine(plan, layout):
+        return f"{command} && knnlm index STORE" if _has_index(layout) else command
+    return f"{command} --ray ADDRESS --shards {layout.shards}{' --index auto' if _has_index(layout) else ''}"
+
+
+def _has_index(layout: Layout) -> bool:
+    return not layout.on_gpus and not layout.search.endswith("exact")
+
+
+def _serve_command(plan: Plan, layout: Layout) -> str:
+    dtype = " --key-dtype int8" if "int8 keys" in layout.search else ""
+    if _is_on_one_machine(plan, layout):
+        return f"knnlm serve STORE{' --device cuda' if layout.on_gpus else ''}{dtype}"
+    gpus = " --shard-gpus 1" if layout.on_gpus else ""
+    replicas = f" --shard-replicas {layout.replicas}" if layout.replicas > 1 else ""
+    return f"knnlm serve STORE --ray ADDRESS{gpus}{dtype}{replicas}"
+
+
+def _is_on_one_machine(plan: Plan, layout: Layout) -> bool:
+    """Whether no Ray is needed."""
+    return plan.hardware.nodes == 1 and layout.shards == layout.replicas == 1
 
 
 def _bottlenecks(plan: Plan) -> list[tuple[str, str]]:
