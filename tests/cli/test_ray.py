@@ -68,6 +68,7 @@ def test_build_on_ray_prints_what_other_builds_print(text, model_folder, tmp_pat
     assert [event["done"] for event in events] == sorted(event["done"] for event in events)
     assert events[-1]["done"] == events[-1]["total"] == sum(len(one.text.encode()) for one in documents(6))
     assert any(event["note"].endswith("of 2 workers, 1 of 2 shards") for event in events)
+    assert events[-1]["note"] == "2 of 2 shards"
     assert (ray.options["num_cpus"], ray.options["num_gpus"]) == (1, 0)
     result = json.loads(shown)
     assert (result["documents"], result["shards"]) == (6, 2)

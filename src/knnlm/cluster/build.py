@@ -381,9 +381,9 @@ class _Driver:
         )
         busy = [worker.unit for worker in self._workers if worker.unit]
         indexing = sum(self._steps.get(unit) == INDEXING for unit in busy) if self._job.index is not None else 0
-        if self._record.pending:
-            text = f"{len(busy)} of {self._plan.count} workers, {len(done)} of {self._record.shards} shards"
-            note(advance, f"{text}, {indexing} indexing" if indexing else text)
+        text = f"{len(busy)} of {self._plan.count} workers, " if self._record.pending else ""
+        text += f"{len(done)} of {self._record.shards} shards"
+        note(advance, f"{text}, {indexing} indexing" if indexing else text)
         if reached > self._shown:
             advance(reached - self._shown)
             self._shown = reached
