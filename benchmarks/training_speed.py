@@ -135,9 +135,9 @@ class PhasedTrainer(DecoderTrainer):
 
     phases: dict[str, float] | None = None
 
-    def _read(self, groups: Any) -> Any:
+    def _read(self, groups: Any, teacher: Any) -> Any:
         with self._phase("reading", wait=False):
-            return super()._read(groups)
+            return super()._read(groups, teacher)
 
     def _accumulate(self, *args: Any) -> Any:
         with self._phase("forward, backward"):
