@@ -67,7 +67,7 @@ class Lists:
 )
 def test_result_is_that_of_all_neighbours(seed, counts, rows, k):
     lists = Lists(seed, counts, rows, k)
-    found = ReturnedNeighbours(len(counts)).nearest(lists.ask, k, rows)
+    found = ReturnedNeighbours(dict.fromkeys(range(len(counts)), 0)).nearest(lists.ask, k, rows)
     ids, distances = lists.nearest()
     there = ids.shape[1]
     assert np.array_equal(found.ids[:, :there], ids)
@@ -97,7 +97,7 @@ def near_and_far(queries):
 
 def test_shards_return_all_neighbours_of_queries_that_could_change():
     ask, asked = near_and_far(3)
-    found = ReturnedNeighbours(4).nearest(ask, 38, 3)
+    found = ReturnedNeighbours(dict.fromkeys(range(4), 0)).nearest(ask, 38, 3)
     assert [(None if one.rows is None else one.rows.tolist(), one.kept) for one in asked] == [(None, 35), ([0, 2], 38)]
     assert torch.equal(found.ids[0], torch.arange(38))
     assert found.ids[1, :4].tolist() == [0, 40, 1, 41]
@@ -112,16 +112,16 @@ def test_shard_that_is_missing_when_it_is_asked_again_counts_with_what_it_has_re
             del found[0]
         return found
 
-    found = ReturnedNeighbours(4).nearest(lose, 38, 3)
+    found = ReturnedNeighbours(dict.fromkeys(range(4), 0)).nearest(lose, 38, 3)
     assert found.ids[0, :38].tolist() == [*range(35), 40, 41, 42]  # the last three of shard 0 were not returned
-    whole = ReturnedNeighbours(4).nearest(ask, 38, 3)
+    whole = ReturnedNeighbours(dict.fromkeys(range(4), 0)).nearest(ask, 38, 3)
     assert torch.equal(found.ids[1], whole.ids[1])
 
 
 def test_more_is_returned_while_calls_are_repeated_and_less_when_they_are_not(monkeypatch):
     monkeypatch.setattr(module, "_CALLS_TO_FORGET", 10)
     ask, asked = near_and_far(3)
-    returned = ReturnedNeighbours(8)
+    returned = ReturnedNeighbours(dict.fromkeys(range(8), 0))
 
     def kept(queries, times):
         asked.clear()
@@ -132,7 +132,7 @@ def test_more_is_returned_while_calls_are_repeated_and_less_when_they_are_not(mo
     assert kept(3, 5) == [26, 26, 26, 35, 35]  # two of three queries each time
     assert set(kept(3, 60)) == {35, 38}
     assert kept(3, 2) == [38, 38]  # all: nothing is asked twice
-    seldom = ReturnedNeighbours(8)
+    seldom = ReturnedNeighbours(dict.fromkeys(range(8), 0))
     for number in range(40):
         seldom.nearest(ask if number % 8 == 0 else lambda _: {}, 38, 3)
     asked.clear()
@@ -143,7 +143,7 @@ def test_more_is_returned_while_calls_are_repeated_and_less_when_they_are_not(mo
 def test_less_is_returned_again_after_many_calls_that_were_not_repeated(monkeypatch):
     monkeypatch.setattr(module, "_CALLS_TO_FORGET", 10)
     ask, _ = near_and_far(3)
-    returned, kept = ReturnedNeighbours(8), []
+    returned, kept = ReturnedNeighbours(dict.fromkeys(range(8), 0)), []
     for _ in range(5):
         returned.nearest(ask, 38, 3)
 

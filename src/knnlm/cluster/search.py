@@ -456,8 +456,9 @@ class ReturnedNeighbours:
     has lost them searches for all queries of the call again, since other batches round otherwise.
     """
 
-    def __init__(self, shards: int) -> None:
-        self._shards, self._share = shards, _FIRST_SHARE
+    def __init__(self, firsts: Mapping[int, int]) -> None:
+        """Take the first id of each shard, which is added to those that the shard returns."""
+        self._firsts, self._share = firsts, _FIRST_SHARE
         self._rate, self._uncut = 0.0, 0  # of queries that were asked about again; calls without any since then
 
     def nearest(self, ask: Callable[[Returned], dict[int, Neighbours]], k: int, count: int) -> Neighbours:
@@ -465,17 +466,17 @@ class ReturnedNeighbours:
 
         Of a shard that is missing when it is asked again, the neighbours that it has returned before are used.
         """
-        kept = min(k, math.ceil(k * self._share / self._shards) + _MORE_RETURNED)
+        kept = min(k, math.ceil(k * self._share / len(self._firsts)) + _MORE_RETURNED)
         name = uuid4().hex if kept < k else ""
         found = ask(Returned(kept, call=name))
-        best = _nearest_of(found, k, count)
+        best = self._merged(found, k, count)
         if kept == k:
             return best
         rows = cut_rows(list(found.values()), best, kept)
         self._learn(len(rows) / max(1, count))
         if len(rows):
             before = {number: Neighbours(one.ids[rows], one.distances[rows]) for number, one in found.items()}
-            more = _nearest_of(before | ask(Returned(k, rows.numpy(), name)), k, len(rows))
+            more = self._merged(before | ask(Returned(k, rows.numpy(), name)), k, len(rows))
             best.ids[rows], best.distances[rows] = more.ids, more.distances
         return best
 
@@ -488,13 +489,13 @@ class ReturnedNeighbours:
         elif self._uncut >= _CALLS_TO_FORGET and self._share > _FIRST_SHARE:
             self._share, self._uncut = self._share / 2, 0
 
-
-def _nearest_of(found: Mapping[int, Neighbours], k: int, count: int) -> Neighbours:
-    """Return the k nearest of shards, whose ids are those of the store."""
-    if not found:
-        return no_neighbours(count, k)
-    lists = [found[number] for number in sorted(found)]
-    return pad_neighbours(merge_shards(lists, [0] * len(lists), k), k)
+    def _merged(self, found: Mapping[int, Neighbours], k: int, count: int) -> Neighbours:
+        """Return the k nearest of shards for so many queries."""
+        if not found:
+            return no_neighbours(count, k)
+        numbers = sorted(found)
+        lists, firsts = [found[number] for number in numbers], [self._firsts[number] for number in numbers]
+        return pad_neighbours(merge_shards(lists, firsts, k), k)
 
 
 class RemoteIndex(ShardedIndex):
@@ -508,7 +509,7 @@ class RemoteIndex(ShardedIndex):
         self._shards, self._places, self._firsts = shards, list(places), list(firsts)
         self._device = torch.device(device)
         self._known_probes: dict[int, list[int | None]] = {}
-        self._returned = ReturnedNeighbours(len(places))
+        self._returned = ReturnedNeighbours(dict(enumerate(firsts)))
 
     @property
     def rows(self) -> int:
@@ -536,7 +537,7 @@ class RemoteIndex(ShardedIndex):
             found: dict[int, Neighbours] = {}
             for method, own in calls.items():
                 results = self._shards.scatter(self._places, method, own, returned=returned) if own else {}
-                found |= {n: _moved(_neighbours(result), self._firsts[n]) for n, result in results.items()}
+                found |= {number: _neighbours(result) for number, result in results.items()}
             return found
 
         (queries, *_), *_ = [args for own in calls.values() for args in own.values()]
@@ -548,11 +549,6 @@ class RemoteIndex(ShardedIndex):
         return {number: _neighbours(results[number]) if number in results else missing for number in calls}
 
 
-def _moved(found: Neighbours, first: int) -> Neighbours:
-    """Return the neighbours of a shard with their ids in the store."""
-    return Neighbours(torch.where(found.ids < 0, found.ids, found.ids + first), found.distances)
-
-
 class RemoteExactIndex:
     """Exact search of shards in their actors: neighbours and distances are those of one store, to the last bit."""
 
@@ -560,7 +556,7 @@ class RemoteExactIndex:
         self.metric, self.remote = places[0].settings.metric, shards.status
         self._shards, self._places, self._centre = shards, list(places), centre
         self._rows, self._device = sum(place.rows for place in places), torch.device(device)
-        self._returned = ReturnedNeighbours(len(places))
+        self._returned = ReturnedNeighbours({place.number: 0 for place in places})
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest vectors of each of (N, D) queries."""

@@ -283,16 +283,20 @@ def _padded(width: int) -> int:
 
 def gpu_bytes(keys: float, width: int, key_dtype: str) -> float:
     """Return the GPU memory that keys need to be searched, with the scores of the smallest batch."""
-    return keys * (_padded(width) * (1 if key_dtype == "int8" else 2) + _DEVICE_KEY + _GROUP_SCORES)
+    return _resident_bytes(keys, width, key_dtype) + keys * _GROUP_SCORES
+
+
+def _resident_bytes(keys: float, width: int, key_dtype: str) -> float:
+    """Return the GPU memory of keys alone."""
+    return keys * (_padded(width) * (1 if key_dtype == "int8" else 2) + _DEVICE_KEY)
 
 
 def gpu_search_memory(keys: float, width: int, *, key_dtype: str, queries: float = BATCH) -> float:
     """Return the peak GPU memory of searching: keys, the scores of a batch, and the distances that are measured."""
-    resident = keys * (_padded(width) * (1 if key_dtype == "int8" else 2) + _DEVICE_KEY)
     group = 16 if key_dtype == "float16" and queries > _FEW_QUERIES else 32  # keys with one score
     scores = min(4 * queries * keys / group, _WORKSPACE)
     measured = 4 * queries * group * min(keys / group, K * (1 + _EXTRA_GROUPS[key_dtype]))
-    return resident + scores + measured
+    return _resident_bytes(keys, width, key_dtype) + scores + measured
 
 
 def gpu_capacity(memory_bytes: float) -> float:

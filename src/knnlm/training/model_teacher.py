@@ -22,8 +22,8 @@ from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape
 from knnlm.progress import Progress, silent
 from knnlm.training.data import TokenStream
-from knnlm.training.teacher import MODEL_TEACHER, SparseTargets, Targets, sparsify, write_targets
-from knnlm.training.trainer import check_minimum, output_folder
+from knnlm.training.teacher import MODEL_TEACHER, SparseTargets, Targets, check_kept, sparsify, write_targets
+from knnlm.training.trainer import output_folder
 
 _POSITIONS = 1 << 14  # that are predicted between two writes, in whole documents
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}  # whose logits are computed at once
@@ -37,9 +37,7 @@ class ModelTeacherConfig:
     mass: float = 0.99
 
     def __post_init__(self) -> None:
-        check_minimum(self, {"top": 1})
-        if not 0 < self.mass <= 1:
-            raise ParameterError(f"mass must be above 0 and at most 1, not {self.mass}.")
+        check_kept(self, self.mass)
 
 
 class PlannedModelTeacher:

@@ -91,9 +91,14 @@ class TeacherConfig:
     def __post_init__(self) -> None:
         check_vote(self.k, self.knn_temperature)
         check_choices(self, {"exclude": EXCLUSIONS})
-        check_minimum(self, {"top": 1})
-        if not 0 < self.mass <= 1:
-            raise ParameterError(f"mass must be above 0 and at most 1, not {self.mass}.")
+        check_kept(self, self.mass)
+
+
+def check_kept(config: object, mass: float) -> None:
+    """Raise if no token of a target would be kept."""
+    check_minimum(config, {"top": 1})
+    if not 0 < mass <= 1:
+        raise ParameterError(f"mass must be above 0 and at most 1, not {mass}.")
 
 
 class PlannedTeacher:
