@@ -2,11 +2,15 @@
 
     python benchmarks/decoders.py CORPUS --store 6000 --limit 1500 --layers 4 --blocks 2   # minutes on two cores
     python benchmarks/decoders.py CORPUS --limit 60000 --device cuda --teach 0.5:2:self,0.5:16:document
-    python benchmarks/decoders.py --speed 30,8,6 --device cuda                             # alone on the machine
+    python benchmarks/decoders.py CORPUS --limit 60000 --device cuda --select --top 6 --more
+    python benchmarks/decoders.py --speed 30,8,top6 --device cuda                          # alone on the machine
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. A student is trained on
 train by cross entropy alone, a small one of some of the model's blocks too, and each reads a store of its own. k, τ,
-weights and gates are fitted on valid; figures are those of test. --teach trains more students, each with a share β of
+weights and gates are fitted on valid; figures are those of test. With --select, learning rate and epochs are chosen on
+valid, as `adapt` does it; with --top, the small student has the last blocks of the model, which computes the others.
+--more adds memories that `adapt` does not make: an output matrix and a key map trained on the student's keys, and a
+store of its states in an earlier block. --teach trains more students, each with a share β of
 its loss from the store that the first student reads: β:τ:what a position may not see, and, where given, :the most
 tokens and :the mass that are kept of a target. --variants trains students otherwise: rate:tokens in a step:epochs.
 --other trains a second model on another corpus, and helps it with the student of the first.
@@ -39,6 +43,8 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
+from knnlm.training.metric_learning import KeyMetricConfig, train_key_metric
+from knnlm.training.output_matrix import OutputConfig, train_output
 from knnlm.training.teacher import Targets, TeacherConfig, make_targets
 from perplexity import parser_for, split
 
@@ -55,13 +61,26 @@ ROWS: list[tuple[str, list[str], str]] = [
     ("model + small + kNN of the small one, gated", [SMALL, SMALL_KNN], "gated"),
     ("and cache, n-grams: all with the small one, gated", [SMALL, SMALL_KNN, "cache", "ngram"], "gated"),
 ]
+ALL = [STUDENT, STUDENT_KNN, "cache", "ngram"]
+OUTPUT, MAPPED, EARLIER = "output=output", "knn=mapped.store", "knn=earlier.store"
+MORE: list[tuple[str, list[str], str]] = [
+    ("all but the student itself, gated", [STUDENT_KNN, "cache", "ngram"], "gated"),
+    ("all but the student's store, gated", [STUDENT, "cache", "ngram"], "gated"),
+    ("all but the cache, gated", [STUDENT, STUDENT_KNN, "ngram"], "gated"),
+    ("all but n-grams, gated", [STUDENT, STUDENT_KNN, "cache"], "gated"),
+    ("all and kNN of the model, gated", [*ALL, BASE_KNN], "gated"),
+    ("all and kNN of an earlier block of the student, gated", [*ALL, EARLIER], "gated"),
+    ("all and kNN of a trained map of the student's keys, gated", [*ALL, MAPPED], "gated"),
+    ("all and an output matrix of the student's keys, gated", [*ALL, OUTPUT], "gated"),
+    ("all of these, gated", [*ALL, BASE_KNN, EARLIER, MAPPED, OUTPUT], "gated"),
+]
 
 
 def main() -> None:
     options = parse()
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
     if options.speed:
-        speed(lm, [int(blocks) for blocks in options.speed.split(",")], options)
+        speed(lm, options.speed.split(","), options)
     for corpus in options.corpus:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             found = Study(corpus, Path(folder), lm, options).run()
@@ -74,6 +93,9 @@ def parse() -> argparse.Namespace:
     parser = parser_for(__doc__, "*")
     parser.add_argument("--layers", type=int, help="blocks of the model that the student has (default: all)")
     parser.add_argument("--blocks", type=int, default=6, help="blocks that the small student has")
+    parser.add_argument("--top", type=int, help="the small student: so many of the model's last blocks are trained")
+    parser.add_argument("--select", action="store_true", help="choose learning rates and epochs on valid")
+    parser.add_argument("--more", action="store_true", help="also measure memories that adapt does not make")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--small-rate", type=float, default=6e-4, help="learning rate of the small student")
@@ -84,7 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", default="", help="learning rate:tokens in a step:epochs, with commas")
     parser.add_argument("--other", type=Path, help="a corpus that a second model is fine-tuned on")
     parser.add_argument("--other-store", type=int, default=500_000, help="tokens of its train to use")
-    parser.add_argument("--speed", help="only time generation, with students of so many blocks, with commas")
+    parser.add_argument("--speed", help="only time generation: blocks of the student, with commas")
     parser.add_argument("--folder", type=Path, help="where models and stores are made (default: a temporary folder)")
     return parser.parse_args()
 
@@ -105,7 +127,9 @@ class Study:
         documents = list(first_documents(split(self.corpus, "train"), self.lm, options.store))
         self.tokens = self.lm.encode_all([document.text for document in documents])
         self.train("student", options.layers, options.learning_rate, options.epochs)
-        if options.table:
+        if options.table and options.top:
+            self.train("small", options.layers, options.learning_rate, options.epochs, top=options.top)
+        elif options.table:
             self.train("small", options.blocks, options.small_rate, options.small_epochs)
         for name in ("student", "small") if options.table else ("student",):
             reader = CausalLM.open(str(self.folder / name), device=options.device, dtype=options.dtype)
@@ -124,23 +148,41 @@ class Study:
     def compare(self, documents: list[knnlm.Document]) -> None:
         """Measure all combinations of memories."""
         knnlm.build(documents, self.folder / "base.store", lm=self.lm).close()
-        memories = ["knn", *(f"{kind}={self.folder}/{name}" for kind, name in (
-            ("knn", "base.store"), ("knn", "small.store"), ("decoder", "student"), ("decoder", "small"),
-        ))]  # fmt: skip
+        others = [("knn", "base.store"), ("knn", "small.store"), ("decoder", "student"), ("decoder", "small")]
+        if self.options.more:
+            others += self.train_more(documents)
+        memories = ["knn", *(f"{kind}={self.folder}/{name}" for kind, name in others)]
         seen = self.tabulate([*memories, "cache", "ngram"])
         self.table(seen)
         self.compare_frequencies(seen[1])
+
+    def train_more(self, documents: list[knnlm.Document]) -> list[tuple[str, str]]:
+        """Make further memories of the student's states, and return their kinds and names."""
+        options, store = self.options, knnlm.Datastore.open(self.folder / "student.store")
+        device = str(self.lm.device)
+        train_output(store, self.folder / "output", OutputConfig(rows=3), device=device)
+        self.log("the output matrix is trained")
+        train_key_metric(store, self.folder / "mapped.store", KeyMetricConfig(), device=device).close()
+        self.log("the key map is trained")
+        student = str(self.folder / "student")
+        blocks = store.model["layer"] + 1
+        store.close()
+        reader = CausalLM.open(student, layer=blocks * 3 // 4 - 1, device=options.device, dtype=options.dtype)
+        knnlm.build(documents, self.folder / "earlier.store", lm=reader).close()
+        return [("output", "output"), ("knn", "mapped.store"), ("knn", "earlier.store")]
 
     def train(
         self, name: str, layers: int | None, rate: float, epochs: int, targets: Targets | None = None, **settings: Any
     ) -> None:
         initial = open_initial_model(self.options.model, like=self.lm, layers=layers)
-        config = DecoderConfig(epochs=epochs, learning_rate=rate, **settings)
-        card = train_decoder(
-            self.tokens, initial, self.folder / name, config, targets=targets, device=self.options.device
-        )
-        speed = card.tokens * epochs / card.seconds
-        self.log(f"{name}: {card.initial_model['parameters'] / 1e6:.0f}M weights, {card.losses}, {speed:,.0f} tokens/s")
+        config = DecoderConfig(epochs=epochs, learning_rate=rate, select=self.options.select, **settings)
+        run: dict[str, Any] = {"targets": targets, "device": self.options.device}
+        if config.select:
+            valid = first_documents(split(self.corpus, "valid"), self.lm, self.options.limit)
+            run["held_out_text"] = self.lm.encode_all([document.text for document in valid])
+        card = train_decoder(self.tokens, initial, self.folder / name, config, **run)
+        weights = card.initial_model["parameters"] / 1e6
+        self.log(f"{name}: {weights:.0f}M weights, {card.losses}, {card.seconds:.1f} s", card.selection or "")
 
     def tabulate(self, memories: list[str]) -> list[TraceTable]:
         """Read valid and test once with everything; settings of votes are chosen on valid."""
@@ -167,7 +209,7 @@ class Study:
         self.add("model", *(perplexity(one.lm_log_probs) for one in seen))
         for name, label in (("the student alone: fine-tuned", STUDENT), ("the small student alone", SMALL)):
             self.add(name, *(perplexity(one.select(label).memories[0].log_probs[:, 0]) for one in seen))
-        for name, memories, kind in ROWS:
+        for name, memories, kind in [*ROWS, *(MORE if self.options.more else [])]:
             self.add(name, *self.fitted(seen, memories, kind))
 
     def fitted(self, seen: list[TraceTable], memories: list[str], kind: str) -> tuple[float, float]:
@@ -267,22 +309,24 @@ def perplexity(logs: torch.Tensor) -> float:
     return float((-logs.double().mean()).exp())
 
 
-def speed(lm: CausalLM, sizes: list[int], options: argparse.Namespace) -> None:
+def speed(lm: CausalLM, sizes: list[str], options: argparse.Namespace) -> None:
     """Milliseconds a token of generation, batch 1, with untrained students, which take as long."""
     ids = torch.randint(100, 40_000, (1, 32), device=lm.device)
     print("| blocks | weights | ms a token | ÷ the model alone |\n|---|---|---|---|")
     milliseconds(lm.model, ids)
-    for blocks in sizes:
+    for size in sizes:
+        top = int(size[3:]) if size.startswith("top") else None
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            initial = open_initial_model(options.model, like=lm, layers=blocks)
+            initial = open_initial_model(options.model, like=lm, layers=None if top else int(size))
             place = Path(folder) / "decoder"
-            card = train_decoder([[5] * 64] * 4, initial, place, DecoderConfig(epochs=1), device=options.device)
+            config = DecoderConfig(epochs=1, top=top)
+            card = train_decoder([[5] * 64] * 4, initial, place, config, device=options.device)
             mixed = knnlm.KnnForCausalLM(Mixture.open(place, lm))
         # Alternating, because the speed of a shared machine varies.
         times = [(milliseconds(lm.model, ids), milliseconds(mixed, ids)) for _ in range(3)]
         base, with_it = (sorted(column)[1] for column in zip(*times, strict=True))
         weights = card.initial_model["parameters"] / 1e6
-        print(f"| {blocks} | {weights:.0f}M | {with_it:.1f} | {with_it / base:.2f} |", flush=True)
+        print(f"| {size} | {weights:.0f}M | {with_it:.1f} | {with_it / base:.2f} |", flush=True)
 
 
 def milliseconds(model: Any, ids: torch.Tensor, tokens: int = 64) -> float:

@@ -5,14 +5,18 @@
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. A full decoder is trained
 on train as `adapt` does it, and small ones of some blocks in each of the --ways: the weights that they begin with
-(`model`, or `full` for those of the full decoder), and where given, the share β of the loss from the predictions of the
-full decoder, the writer of additional text (`model` or `full`), and how many tokens of it:
+(`model`, or `full` for those of the full decoder; `top7` trains the last 7 blocks of the model, which computes the
+others), and where given, the share β of the loss from the predictions of the full decoder, the writer of additional
+text (`model` or `full`), and how many tokens of it:
 
     model                    as they are trained without a teacher
+    top7+32                  adapters of rank 32 in the last 7 blocks
     full:0.5                 with the teacher, on the text
+    full:0.5@2               with the store that the full decoder reads as the teacher, τ = 2
     full:0.9:full:1000000    also on a million tokens that the full decoder writes
 
-λ is fitted on valid. `of full` is the perplexity of model and small decoder over that of model and full decoder.
+λ is fitted on valid. `weights` are those that the model does not have already, over all of the model. `of full` is the
+perplexity of model and small decoder over that of model and full decoder.
 """
 
 from __future__ import annotations
@@ -30,16 +34,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import knnlm
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.evaluation.samples import sample_documents
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.shared import share_blocks
 from knnlm.training.data import TokenStream
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
 from knnlm.training.model_teacher import make_model_targets
-from perplexity import parser_for, token_log_probs, tokens_of
+from knnlm.training.teacher import Targets, TeacherConfig, make_targets
+from perplexity import parser_for, split, token_log_probs, tokens_of
 
-WAYS = "model,full,full:0.5,full:0.9,full:0.5:full:1000000,full:0.9:full:1000000,full:0.9:model:1000000"
+WAYS = "model,full,full:0.5,full:0.5@2,full:0.9:full:1000000,full:0.9:model:1000000,top6,top6:0.5,top6+32"
 FULL = "all blocks"  # the row of the full decoder
 LAMBDAS = torch.linspace(0.0, 1.0, 101)
 
@@ -60,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser = parser_for(__doc__)
     parser.add_argument("--layers", type=int, help="blocks of the full decoder (default: all)")
     parser.add_argument("--blocks", type=int, default=9, help="blocks of the small decoders")
-    parser.add_argument("--ways", default=WAYS, help="begin[:β[:writer:tokens]], with commas")
+    parser.add_argument("--ways", default=WAYS, help="begin[:β[@τ][:writer:tokens]], with commas")
     parser.add_argument("--epochs", type=int, default=3, help="of the full decoder, at most")
     parser.add_argument("--small-epochs", type=int, default=6, help="of the small ones, at most")
     parser.add_argument("--small-rate", type=float, default=6e-4, help="the middle rate of the small ones")
@@ -103,20 +111,36 @@ class Study:
         """Train a small decoder in one way."""
         options, lm = self.options, self.lm
         begins, beta, writer, count = [*way.split(":"), *["0", "full", "0"][len(way.split(":")) - 1 :]]
+        begins, _, rank = begins.partition("+")
+        beta, _, temperature = beta.partition("@")
         text = [*self.texts["train"], *self.written(writer, int(count))]
         place = self.folder / f"small-{way.replace(':', '-')}"
-        spec = options.model if begins == "model" else str(self.folder / "full")
-        initial = open_initial_model(spec, like=lm, layers=options.blocks)
-        settings: dict[str, Any] = {"select": True, "epochs": options.small_epochs, "learning_rate": options.small_rate}
-        begin, targets = time.perf_counter(), None
-        if float(beta):
-            targets = make_model_targets(
-                TokenStream.from_documents(text), self.folder / f"{place.name}.targets", self.full
-            )
+        settings: dict[str, Any] = {"select": True, "epochs": options.small_epochs, "lora": int(rank or 0)}
+        if begins.startswith("top"):
+            initial = open_initial_model(options.model, like=lm, layers=options.layers)
+            settings |= {"top": int(begins[3:]), "epochs": options.epochs}
+        else:
+            spec = options.model if begins == "model" else str(self.folder / "full")
+            initial = open_initial_model(spec, like=lm, layers=options.blocks)
+            settings["learning_rate"] = options.small_rate
+        begin = time.perf_counter()
+        targets = self.targets(text, place, temperature) if float(beta) else None
         config = DecoderConfig(beta=float(beta), **settings)
         held_out = self.texts["valid"]
         train_decoder(text, initial, place, config, targets=targets, held_out_text=held_out, device=str(lm.device))
         self.add(way, place, time.perf_counter() - begin)
+
+    def targets(self, text: list[list[int]], place: Path, temperature: str) -> Targets:
+        """Return the predictions of the full decoder, or with a temperature those of the store that it reads."""
+        folder = self.folder / f"{place.name}.targets"
+        if not temperature:
+            return make_model_targets(TokenStream.from_documents(text), folder, self.full)
+        documents = first_documents(split(self.corpus, "train"), self.lm, self.options.store)
+        store = knnlm.build(documents, self.folder / f"{place.name}.store", lm=self.full)
+        config = TeacherConfig(knn_temperature=float(temperature))
+        targets = make_targets(store, folder, config, device=str(self.lm.device))
+        store.close()
+        return targets
 
     def written(self, writer: str, count: int) -> list[list[int]]:
         """Return the tokens of text that the model or the full decoder writes."""
@@ -130,7 +154,9 @@ class Study:
         """Measure a decoder alone and with the model."""
         decoder = CausalLM.open(str(place), device=str(self.lm.device), dtype=self.options.dtype)
         own = {part: token_log_probs(decoder, self.texts[part]) for part in ("valid", "test")}
-        weights = sum(weight.numel() for weight in decoder.model.parameters())
+        known = {weight.data_ptr() for weight in self.lm.model.parameters()}
+        own_weights = share_blocks(self.lm, decoder).model.parameters()
+        weights = sum(weight.numel() for weight in own_weights if weight.data_ptr() not in known)
         share = best_share(self.base["valid"], own["valid"])
         row = {
             "corpus": self.corpus.name,

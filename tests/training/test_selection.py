@@ -30,6 +30,8 @@ from knnlm.training.selection import Piece, Trial, constant_rates, falling_rates
 RATES = (2e-3, 1e-3, 4e-3)
 CONFIG = DecoderConfig(select=True, epochs=3, batch_tokens=256, learning_rate=2e-3, context=64)
 
+MIDDLE = 6.4e-2  # a rate that is better than half and twice as much
+
 
 @pytest.fixture(scope="module")
 def texts(lm):
@@ -93,6 +95,17 @@ def test_lower_rates_are_tried_while_the_lowest_is_the_best():
     lowest = [*better, (2.5e-4, 0.5, 3.7)]
     assert next_piece(RATES, 3, trials(*lowest, (2.5e-4, 1.0, 3.6))) == Piece.until(2.5e-4, 2, after=1)
     assert next_piece(RATES, 3, trials(*lowest, (2.5e-4, 1.0, 3.7))) is None
+
+
+def test_higher_rates_are_tried_while_the_highest_is_the_best():
+    first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 5.0), (4e-3, 0.5, 4.0)]
+    assert next_piece(RATES, 3, trials(*first)) == Piece.until(8e-3, 0.5)
+    assert next_piece(RATES, 3, trials(*first, (8e-3, 0.5, math.inf))) == Piece.until(4e-3, 1, after=0.5)
+    better = [*first, (8e-3, 0.5, 3.8)]
+    assert next_piece(RATES, 3, trials(*better)) == Piece.until(1.6e-2, 0.5)
+    assert next_piece(RATES, 3, trials(*better, (1.6e-2, 0.5, 3.7))) == Piece.until(1.6e-2, 1, after=0.5)  # no third
+    highest = [*better, (1.6e-2, 0.5, 3.7)]
+    assert next_piece(RATES, 3, trials(*highest, (1.6e-2, 1.0, 3.6))) == Piece.until(1.6e-2, 2, after=1)
 
 
 @given(st.integers(1, 300), st.integers(0, 40), st.integers(0, 500))
@@ -359,6 +372,7 @@ def test_best_rate_that_diverges_later_ends_with_its_best_weights(texts, initial
     run = {"held_out_text": texts[1], "device": "cpu"}
     trainer = selecting_trainer.SelectingTrainer
     original = trainer._step
+    config = replace(CONFIG, epochs=1, learning_rate=MIDDLE)
 
     def diverging(self, parts, curve, rate):
         original(self, parts, curve, rate)
@@ -367,7 +381,7 @@ def test_best_rate_that_diverges_later_ends_with_its_best_weights(texts, initial
 
     monkeypatch.setattr(trainer, "_step", diverging)
     with pytest.warns(KnnlmWarning, match="diverged"):
-        card = train_decoder(texts[0], initial, tmp_path / "out", replace(CONFIG, epochs=1), **run)
+        card = train_decoder(texts[0], initial, tmp_path / "out", config, **run)
     losses = [trial["loss"] for trial in card.selection["trials"]]
     assert len(losses) == 5
     assert losses[4] == math.inf
@@ -406,7 +420,8 @@ def test_progress_bar_is_as_long_as_the_planned_trials(texts, initial, tmp_path)
         yield done.append
 
     run = {"held_out_text": texts[1], "device": "cpu", "progress": progress}
-    card = train_decoder(texts[0], initial, tmp_path / "out", replace(CONFIG, epochs=1, batch_tokens=64), **run)
+    config = replace(CONFIG, epochs=1, batch_tokens=64, learning_rate=3.2e-2)
+    card = train_decoder(texts[0], initial, tmp_path / "out", config, **run)
     assert totals == [round(planned_epochs(3, 1) * card.tokens)]
     assert sum(done) == pytest.approx(totals[0], rel=0.2)  # pieces have whole steps
 

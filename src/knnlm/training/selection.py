@@ -4,7 +4,8 @@ A training of so many epochs has a constant rate, after a warm-up, for two third
 (Hägele et al. 2024). One with more epochs goes on from where the rate began to fall: only the decay is repeated. The
 loss on held-out text at the end of a decay is what is compared.
 
-1. Each rate is tried for half an epoch; while the lowest one is the best, half of it is tried too.
+1. Each rate is tried for half an epoch; while the lowest one is the best, half of it is tried too, and while the
+   highest one is the best, twice as much.
 2. The best one goes on to one epoch, and so does the second one, from the beginning, if the two were nearly equal.
 3. The better one goes on, epoch by epoch, until one more does not help.
 4. The weights of the best two trials are averaged if that helps, and moved towards those of the initial model as far as
@@ -20,7 +21,7 @@ from typing import Any
 
 FIRST = 0.5  # epochs for which all rates are tried
 DECAY = 1 / 3  # of a training, in which its rate falls
-MAX_LOWER = 2  # rates that are tried below the given ones
+MAX_FURTHER = 2  # rates that are tried below or above the given ones
 NEARLY = 0.02  # nats per token by which two rates differ that are nearly equal
 INTERPOLATIONS = (0.25, 0.5, 0.7, 0.85)  # shares of the trained weights beside the initial ones, besides 0 and 1
 
@@ -86,11 +87,14 @@ def _next_rate(rates: Sequence[float], first: Sequence[Trial], *, is_open: bool)
     """Return the next rate to try for half an epoch; None: those in `first` are enough."""
     if len(first) < len(rates):
         return rates[len(first)]
-    lowest = min(first, key=lambda trial: trial.learning_rate or math.inf)
-    is_best = math.isfinite(lowest.loss) and lowest.loss <= min(trial.loss for trial in first)
-    if is_open and is_best and len(first) < len(rates) + MAX_LOWER and lowest.learning_rate is not None:
-        return lowest.learning_rate / 2
-    return None
+    if not is_open or len(first) >= len(rates) + MAX_FURTHER:
+        return None
+    ordered = sorted((trial.learning_rate or math.nan, trial.loss) for trial in first)
+    (lowest, loss_of_lowest), (highest, loss_of_highest) = ordered[0], ordered[-1]
+    best = min(loss for _, loss in ordered)
+    if not math.isfinite(best) or best not in (loss_of_lowest, loss_of_highest):
+        return None
+    return lowest / 2 if best == loss_of_lowest else highest * 2
 
 
 def planned_epochs(rates: int, max_epochs: int) -> float:
