@@ -59,7 +59,7 @@ ORDER = {
     "evaluation": "evaluate continuations overlap samples explain quality odds trace sweep support tune",
     "generation": "draft speculation cache step_graph causal chat seq2seq",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher "
-    "model_teacher packed_attention head_loss decoder_pass lora decoder_trainer selection selecting_trainer decoder "
+    "model_teacher packed_attention head_loss decoder_pass lora selection decoder_trainer selecting_trainer decoder "
     "adapt",
     "maintenance": "export import_ merge verify repair",
     "cluster": "connection build_places build_worker build_record build search_actor search replicas",

@@ -614,14 +614,14 @@ def test_interruption_anywhere_leaves_a_consistent_state(small, initial, tmp_pat
     assert replace(card, seconds=0) == replace(whole, seconds=0)
 
 
-def test_finished_training_is_not_repeated_if_publishing_failed(small, initial, tmp_path, monkeypatch):
+def test_steps_before_the_last_checkpoint_are_not_repeated_if_publishing_failed(small, initial, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space")
 
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "_publish", full)
         with pytest.raises(OSError, match="no space"):
-            fit_decoder(small[0], initial, tmp_path / "out", held_out=0.2, **QUICK)
+            fit_decoder(small[0], initial, tmp_path / "out", held_out=0.2, checkpoint_every=0, **QUICK)
     steps = []
 
     @contextmanager

@@ -201,7 +201,7 @@ def test_matrix_that_is_not_trained_gets_no_gradient():
 
 def test_default_rate_is_larger_for_adapters():
     assert (DecoderConfig().peak_rate, DecoderConfig(lora=4).peak_rate) == (2e-4, 1e-3)
-    assert DecoderConfig(lora=4, learning_rate=3e-4).learning_rates == [3e-4, 1.5e-4, 6e-4]
+    assert DecoderConfig(lora=4, learning_rate=3e-4).peak_rate == 3e-4
 
 
 def test_without_peft_the_error_names_the_extra(initial, texts, tmp_path, monkeypatch):
@@ -262,7 +262,7 @@ def test_estimate_is_the_time_of_a_token_times_the_tokens_that_remain(initial, t
     ticks = itertools.count(0.0, 0.5)
     monkeypatch.setattr(decoder_trainer.time, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(decoder_trainer, "_PROBE", 10)
-    # With a selection three rates for half an epoch, then from a third to 1, from 2/3 to 2, from 4/3 to 3.
-    epochs = 3 * 0.5 + 2 / 3 + 4 / 3 + 5 / 3 if select else 3
+    # With a selection four rates for half an epoch, then from a third to 1, from 2/3 to 2, from 4/3 to 3.
+    epochs = 4 * 0.5 + 2 / 3 + 4 / 3 + 5 / 3 if select else 3
     assert trainer.estimate() == pytest.approx(0.5 / 10 * epochs * sum(map(len, texts[0])))
     assert all(weight.grad is None for weight in trainer.model.parameters())

@@ -25,10 +25,10 @@ from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.model_teacher import make_model_targets
-from knnlm.training.selection import Piece, Trial, constant_rates, falling_rates, next_piece, planned_epochs
+from knnlm.training.selection import MAX_RATES, Piece, Trial, constant_rates, falling_rates, next_piece, planned_epochs
 
-RATES = (2e-3, 1e-3, 4e-3)
-CONFIG = DecoderConfig(select=True, epochs=3, batch_tokens=256, learning_rate=2e-3, context=64)
+RATE = 2e-3
+CONFIG = DecoderConfig(select=True, epochs=3, batch_tokens=256, learning_rate=RATE, context=64)
 
 MIDDLE = 6.4e-2  # a rate that is better than half and twice as much
 
@@ -50,62 +50,66 @@ def trials(*rows):
     return [Trial(None, 0.0, 9.0), *(Trial(*row) for row in rows)]
 
 
-def test_every_rate_is_tried_for_half_an_epoch():
-    for count, rate in enumerate(RATES):
-        tried = trials(*((earlier, 0.5, 5.0) for earlier in RATES[:count]))
-        assert next_piece(RATES, 3, tried) == Piece(rate, 0.0, pytest.approx(1 / 3), 0.5)
+def test_given_rate_is_tried_first_for_half_an_epoch():
+    assert next_piece(RATE, 3, trials()) == Piece(RATE, 0.0, pytest.approx(1 / 3), 0.5)
 
 
-def test_best_rate_goes_on_until_an_epoch_does_not_help():
-    first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 5.0), (4e-3, 0.5, 6.0)]
-    assert next_piece(RATES, 3, trials(*first)) == Piece(2e-3, pytest.approx(1 / 3), pytest.approx(2 / 3), 1)
-    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.0))) == Piece.until(2e-3, 2, after=1)
-    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.5))) is None
-    assert next_piece(RATES, 1, trials(*first, (2e-3, 1.0, 4.0))) is None
-    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.0), (2e-3, 2.0, 4.1))) is None
+@given(st.integers(-6, 6), st.floats(0, 0.9), st.integers(0, 9))
+def test_rates_are_doubled_or_halved_until_the_best_is_between_two_others(best, tilt, diverging):
+    """Losses fall towards one rate from both sides; rates from some factor above it diverge."""
+
+    def loss(rate):
+        factor = math.log2(rate / RATE) - best
+        return math.inf if factor > diverging else abs(factor) * (1 + tilt * (factor > 0))
+
+    tried = []
+    while (piece := next_piece(RATE, 1, trials(*tried))) is not None and piece.end == 0.5:
+        assert piece == Piece.until(piece.learning_rate, 0.5)
+        tried.append((piece.learning_rate, 0.5, loss(piece.learning_rate)))
+    rates = [rate for rate, _, _ in tried]
+    found = min(tried, key=lambda trial: trial[2])
+    assert len(set(rates)) == len(rates) <= MAX_RATES
+    assert {math.log2(rate / RATE) % 1 for rate in rates} == {0.0}
+    if len(rates) < MAX_RATES:  # the best one was reached, and both of its neighbours
+        assert found[0] == RATE * 2.0**best
+        assert {found[0] / 2, 2 * found[0]} < set(rates)
+    else:
+        assert abs(best) >= 2
+    if math.isfinite(found[2]):
+        assert piece == Piece.until(found[0], 1, after=0.5)
+    else:
+        assert piece is None
+
+
+def test_best_rate_goes_on_until_an_epoch_hardly_helps():
+    first = [(2e-3, 0.5, 4.5), (4e-3, 0.5, 6.0), (1e-3, 0.5, 5.0)]
+    assert next_piece(RATE, 3, trials(*first)) == Piece(2e-3, pytest.approx(1 / 3), pytest.approx(2 / 3), 1)
+    assert next_piece(RATE, 3, trials(*first, (2e-3, 1.0, 4.0))) == Piece.until(2e-3, 2, after=1)
+    assert next_piece(RATE, 3, trials(*first, (2e-3, 1.0, 4.495))) is None
+    assert next_piece(RATE, 1, trials(*first, (2e-3, 1.0, 4.0))) is None
+    assert next_piece(RATE, 3, trials(*first, (2e-3, 1.0, 4.0), (2e-3, 2.0, 3.995))) is None
     better = [*first, (2e-3, 1.0, 4.0), (2e-3, 2.0, 3.9)]
-    assert next_piece(RATES, 3, trials(*better)) == Piece.until(2e-3, 3, after=2)
-    assert next_piece(RATES, 3, trials(*better, (2e-3, 3.0, 3.8))) is None
-    assert next_piece(RATES, 3, trials(*((rate, 0.5, math.inf) for rate in RATES))) is None
+    assert next_piece(RATE, 3, trials(*better)) == Piece.until(2e-3, 3, after=2)
+    assert next_piece(RATE, 3, trials(*better, (2e-3, 3.0, 3.8))) is None
+
+
+def test_no_rate_goes_on_where_all_diverge():
+    tried = [(RATE / 2**number, 0.5, math.inf) for number in range(MAX_RATES)]
+    assert next_piece(RATE, 3, trials(*tried[:2])) == Piece.until(RATE / 4, 0.5)
+    assert next_piece(RATE, 3, trials(*tried)) is None
 
 
 def test_two_rates_that_are_nearly_equal_are_compared_after_an_epoch():
-    first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 4.51), (4e-3, 0.5, 4.515)]
+    first = [(2e-3, 0.5, 4.5), (4e-3, 0.5, 4.515), (1e-3, 0.5, 4.504)]
     once = [*first, (2e-3, 1.0, 4.2)]
-    assert next_piece(RATES, 3, trials(*first)) == Piece.until(2e-3, 1, after=0.5)
-    assert next_piece(RATES, 3, trials(*once)) == Piece.until(1e-3, 1)  # from the beginning
-    assert next_piece(RATES, 3, trials(*once, (1e-3, 1.0, 4.1))) == Piece.until(1e-3, 2, after=1)
-    assert next_piece(RATES, 3, trials(*once, (1e-3, 1.0, 4.3))) == Piece.until(2e-3, 2, after=1)
-    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.6), (1e-3, 1.0, 4.4))) == Piece.until(1e-3, 2, after=1)
-    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, 4.6), (1e-3, 1.0, 4.55))) is None
-    assert next_piece(RATES, 3, trials(*first, (2e-3, 1.0, math.inf), (1e-3, 1.0, 4.4))) == Piece.until(
-        1e-3, 2, after=1
-    )
-    assert next_piece(RATES, 3, trials(*once, (1e-3, 1.0, 4.1), (1e-3, 2.0, 4.15))) is None
-
-
-def test_lower_rates_are_tried_while_the_lowest_is_the_best():
-    first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 4.0), (4e-3, 0.5, 6.0)]
-    assert next_piece(RATES, 3, trials(*first)) == Piece.until(5e-4, 0.5)
-    assert next_piece(RATES, 3, trials(*first, (5e-4, 0.5, 4.2))) == Piece.until(1e-3, 1, after=0.5)
-    better = [*first, (5e-4, 0.5, 3.8)]
-    assert next_piece(RATES, 3, trials(*better)) == Piece.until(2.5e-4, 0.5)
-    assert next_piece(RATES, 3, trials(*better, (2.5e-4, 0.5, 3.9))) == Piece.until(5e-4, 1, after=0.5)
-    assert next_piece(RATES, 3, trials(*better, (2.5e-4, 0.5, 3.7))) == Piece.until(2.5e-4, 1, after=0.5)  # no third
-    lowest = [*better, (2.5e-4, 0.5, 3.7)]
-    assert next_piece(RATES, 3, trials(*lowest, (2.5e-4, 1.0, 3.6))) == Piece.until(2.5e-4, 2, after=1)
-    assert next_piece(RATES, 3, trials(*lowest, (2.5e-4, 1.0, 3.7))) is None
-
-
-def test_higher_rates_are_tried_while_the_highest_is_the_best():
-    first = [(2e-3, 0.5, 4.5), (1e-3, 0.5, 5.0), (4e-3, 0.5, 4.0)]
-    assert next_piece(RATES, 3, trials(*first)) == Piece.until(8e-3, 0.5)
-    assert next_piece(RATES, 3, trials(*first, (8e-3, 0.5, math.inf))) == Piece.until(4e-3, 1, after=0.5)
-    better = [*first, (8e-3, 0.5, 3.8)]
-    assert next_piece(RATES, 3, trials(*better)) == Piece.until(1.6e-2, 0.5)
-    assert next_piece(RATES, 3, trials(*better, (1.6e-2, 0.5, 3.7))) == Piece.until(1.6e-2, 1, after=0.5)  # no third
-    highest = [*better, (1.6e-2, 0.5, 3.7)]
-    assert next_piece(RATES, 3, trials(*highest, (1.6e-2, 1.0, 3.6))) == Piece.until(1.6e-2, 2, after=1)
+    assert next_piece(RATE, 3, trials(*first)) == Piece.until(2e-3, 1, after=0.5)
+    assert next_piece(RATE, 3, trials(*once)) == Piece.until(1e-3, 1)  # from the beginning
+    assert next_piece(RATE, 3, trials(*once, (1e-3, 1.0, 4.1))) == Piece.until(1e-3, 2, after=1)
+    assert next_piece(RATE, 3, trials(*once, (1e-3, 1.0, 4.3))) == Piece.until(2e-3, 2, after=1)
+    assert next_piece(RATE, 3, trials(*first, (2e-3, 1.0, 4.6), (1e-3, 1.0, 4.4))) == Piece.until(1e-3, 2, after=1)
+    assert next_piece(RATE, 3, trials(*first, (2e-3, 1.0, 4.6), (1e-3, 1.0, 4.55))) is None
+    assert next_piece(RATE, 3, trials(*first, (2e-3, 1.0, math.inf), (1e-3, 1.0, 4.4))) == Piece.until(1e-3, 2, after=1)
+    assert next_piece(RATE, 3, trials(*once, (1e-3, 1.0, 4.1), (1e-3, 2.0, 4.15))) is None
 
 
 @given(st.integers(1, 300), st.integers(0, 40), st.integers(0, 500))
@@ -117,10 +121,10 @@ def test_rates_rise_stay_and_fall_to_nearly_zero(count, warm_up, before):
     assert differences == pytest.approx([0.5 / (count + 1)] * (count + 1))
 
 
-@pytest.mark.parametrize(("epochs", "passes"), [(1, 1.5 + 2 / 3), (3, 1.5 + 2 / 3 + 4 / 3 + 5 / 3)])
+@pytest.mark.parametrize(("epochs", "passes"), [(1, 2 + 2 / 3), (3, 2 + 2 / 3 + 4 / 3 + 5 / 3)])
 def test_selection_takes_less_than_twice_the_time_of_three_epochs(epochs, passes):
-    assert planned_epochs(3, epochs) == pytest.approx(passes)
-    assert planned_epochs(3, 3) < 2 * 3
+    assert planned_epochs(epochs) == pytest.approx(passes)
+    assert planned_epochs(3) < 2 * 3
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +190,12 @@ def test_trials_equal_trainings_that_end_there(texts, lm, whole, plain):
     card, _ = whole
     found = [Trial(**trial) for trial in card.selection["trials"]]
     assert found[0].loss == pytest.approx(held_out_loss(lm.model, lm, texts[1]), rel=1e-4)
-    assert [trial.learning_rate for trial in found[1:4]] == list(CONFIG.learning_rates)
+    assert [trial.learning_rate for trial in found[1:3]] == [RATE, 2 * RATE]
     assert len(found) > 4
     for trial in found[1:]:
         _, loss = plain(trial.learning_rate, trial.epochs)
         assert trial.loss == pytest.approx(loss, rel=2e-3)
-    assert next_piece(CONFIG.learning_rates, 3, found) is None
+    assert next_piece(RATE, 3, found) is None
 
 
 def test_trials_of_a_taught_decoder_are_compared_by_the_cross_entropy(texts, lm, initial, tmp_path):
@@ -332,7 +336,7 @@ def diverge_at(monkeypatch, rates, *, from_step=2):
 
     def diverging(self, parts, curve, rate):
         original(self, parts, curve, rate)
-        piece = next_piece(self._rates, self.config.epochs, self._trials)
+        piece = next_piece(self._rate, self.config.epochs, self._trials)
         if piece.learning_rate in rates and self.state.batch >= from_step:
             curve._pending[-1] = replace(curve._pending[-1], sums=curve._pending[-1].sums * math.nan)
 
@@ -341,7 +345,7 @@ def diverge_at(monkeypatch, rates, *, from_step=2):
 
 def test_rate_that_diverges_is_left_out_also_if_the_run_is_killed_afterwards(texts, initial, tmp_path, monkeypatch):
     run, config = {"held_out_text": texts[1], "device": "cpu"}, replace(CONFIG, epochs=1)
-    rate = config.learning_rates[2]
+    rate = 4 * RATE
     diverge_at(monkeypatch, {rate})
     with pytest.warns(KnnlmWarning, match=f"diverged with the learning rate {rate:g}"):
         card = train_decoder(texts[0], initial, tmp_path / "out", config, **run)
@@ -389,7 +393,7 @@ def test_best_rate_that_diverges_later_ends_with_its_best_weights(texts, initial
 
 
 def test_text_that_diverges_with_every_rate_is_one_clear_error(texts, initial, tmp_path, monkeypatch):
-    diverge_at(monkeypatch, set(CONFIG.learning_rates))
+    diverge_at(monkeypatch, {RATE / 2**number for number in range(MAX_RATES)})
     with (
         pytest.warns(KnnlmWarning) as caught,
         pytest.raises(ParameterError, match="every learning rate that was tried"),
@@ -422,7 +426,7 @@ def test_progress_bar_is_as_long_as_the_planned_trials(texts, initial, tmp_path)
     run = {"held_out_text": texts[1], "device": "cpu", "progress": progress}
     config = replace(CONFIG, epochs=1, batch_tokens=64, learning_rate=3.2e-2)
     card = train_decoder(texts[0], initial, tmp_path / "out", config, **run)
-    assert totals == [round(planned_epochs(3, 1) * card.tokens)]
+    assert totals == [round(planned_epochs(1) * card.tokens)]
     assert sum(done) == pytest.approx(totals[0], rel=0.2)  # pieces have whole steps
 
 

@@ -30,6 +30,7 @@ from knnlm.progress import Advance, Progress, duration, note
 from knnlm.training.data import TokenStream, TrainingBatch, TrainingBatches, count_targets
 from knnlm.training.decoder_pass import DecoderPass, split_rows
 from knnlm.training.initial_model import InitialModel
+from knnlm.training.selection import planned_epochs
 from knnlm.training.teacher import SparseTargets, Teacher
 from knnlm.training.trainer import (
     SCHEDULES,
@@ -50,13 +51,12 @@ from knnlm.training.trainer import (
 )
 
 PRECISIONS = ("auto", "float32", "bfloat16")
-SELECTED_FACTORS = (1.0, 0.5, 2.0)
 STEPS_PER_FLUSH = 20  # between two reads of the losses from the device
 
 _MIN_STEPS = 300  # if the text is long enough
 _MIN_BATCH_TOKENS, _MAX_BATCH_TOKENS = 2_048, 16_384  # of the default batch size
 _MAX_PADDED_POSITIONS = 4  # per token on a GPU, where fewer passes are worth more padding
-_MIN_TOKENS_TO_COMPILE = 8_000_000  # trained on in all; below, compilation takes longer than it saves
+_MIN_TOKENS_TO_COMPILE = 4_000_000  # trained on in all; below, compilation takes longer than it saves
 _EVALUATED_TOKENS = 16_384  # at once on a GPU, if the batches of the training are smaller
 _PROBE = 128  # tokens of the pass that is timed
 _MIN_PROBES = 100  # passes of that length from which a training is announced
@@ -76,7 +76,8 @@ class DecoderConfig:
     The loss is β·KL to the targets + (1-β)·CE. A step has about `batch_tokens`, by default the number that gives 300
     steps, from 2,048 to 16,384, in at least `accumulate` forward passes. Windows have `context` tokens and advance by
     `stride`, by default the whole context. `packed` puts several windows in a row, by default on a GPU; `compile`
-    compiles the blocks, by default on a GPU for at least 8 million tokens, and changes the result by rounding only.
+    compiles the blocks, by default on a GPU where at least 4 million tokens are trained on in all, and changes the
+    result by rounding only.
     """
 
     beta: float = 0.0
@@ -116,7 +117,8 @@ class DecoderConfig:
         size = self.batch_tokens if self.batch_tokens is not None else default_batch_tokens(text, self.epochs)
         on_gpu = device.type == "cuda"
         packed = self.packed if self.packed is not None else on_gpu and text.sources is None
-        worth = on_gpu and packed and len(text.tokens) * self.epochs >= _MIN_TOKENS_TO_COMPILE
+        passes = planned_epochs(self.epochs) if self.select else self.epochs
+        worth = on_gpu and packed and len(text.tokens) * passes >= _MIN_TOKENS_TO_COMPILE
         compile_ = on_gpu and packed and self.compile if self.compile is not None else worth
         options: dict[str, Any] = {"precision": precision, "batch_tokens": size, "packed": packed, "compile": compile_}
         options["learning_rate"] = self.peak_rate
@@ -128,11 +130,6 @@ class DecoderConfig:
         if self.learning_rate is not None:
             return self.learning_rate
         return _LORA_RATE if self.lora else _RATE
-
-    @property
-    def learning_rates(self) -> list[float]:
-        """The rates that a selection tries: half of the configured one, itself and twice."""
-        return [factor * self.peak_rate for factor in SELECTED_FACTORS]
 
     @property
     def window(self) -> WindowShape:
@@ -225,11 +222,14 @@ class DecoderTrainer:
         begun = time.monotonic() - self.state.seconds
         curve = LossCurve(curve_path, self.state.step, watch)
 
-        def save() -> None:
+        def settle() -> None:
             with self._no_checkpoint_inside():
                 curve.flush()
                 self._check_weights()
             self.state.seconds = time.monotonic() - begun
+
+        def save() -> None:
+            settle()
             checkpoint.save(self._checkpointed(), asdict(self.state))
 
         def train(advance: Advance) -> bool:
@@ -238,7 +238,7 @@ class DecoderTrainer:
                     for _ in steps:
                         if checkpoint.is_due:
                             save()
-                save()
+                settle()  # without a checkpoint, which takes as long to write as many steps: the model is written next
             except TrainingDiverged as error:
                 self._recover(checkpoint, curve, error)
                 return False

@@ -73,7 +73,7 @@ class SelectingTrainer(DecoderTrainer):
         self.state = SelectionState()
         self.averages: list[tuple[float, float]] = []  # share of the second best weights, loss on held-out text
         self.interpolations: list[tuple[float, float]] = []  # share of the trained weights, loss on held-out text
-        self._rates = config.learning_rates
+        self._rate = config.peak_rate
         self._counts = [len(batches.steps(epoch, self._batch_tokens)) for epoch in range(config.epochs + 1)]
         self._warm_up = math.ceil(config.warm_up * self._counts[0])
         self._present = self._tensors()
@@ -85,7 +85,7 @@ class SelectingTrainer(DecoderTrainer):
 
     @property
     def _planned_epochs(self) -> float:
-        return planned_epochs(len(self._rates), self.config.epochs)
+        return planned_epochs(self.config.epochs)
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class SelectingTrainer(DecoderTrainer):
             state.held_out = self._evaluate(0)
             state.trials = [Trial(None, 0.0, state.held_out[0]["ce"]).as_dict()]
         self.model.train()
-        while (piece := next_piece(self._rates, self.config.epochs, self._trials)) is not None:
+        while (piece := next_piece(self._rate, self.config.epochs, self._trials)) is not None:
             if not state.decays:
                 yield from self._train(piece, curve, advance)
                 with self._no_checkpoint_inside():
@@ -119,9 +119,11 @@ class SelectingTrainer(DecoderTrainer):
             with self._no_checkpoint_inside():
                 self._finish(piece)
             yield state.step
-        if not any(math.isfinite(trial.loss) for trial in self._trials if trial.learning_rate is not None):
+        tried = {trial.learning_rate: trial.loss for trial in self._trials if trial.learning_rate is not None}
+        if not any(map(math.isfinite, tried.values())):
+            rates = [f"{rate:g}" for rate in tried]
             raise ParameterError(
-                f"The training diverged with every learning rate that was tried ({', '.join(map(str, self._rates))}): "
+                f"The training diverged with every learning rate that was tried ({', '.join(rates)}): "
                 "the loss is not finite. Use a smaller learning_rate."
             )
         self._average()
@@ -151,7 +153,7 @@ class SelectingTrainer(DecoderTrainer):
 
     def _recover(self, checkpoint: Checkpoint, curve: LossCurve, error: TrainingDiverged) -> None:  # noqa: ARG002
         """Record that the present piece diverged, and go on with the next one: other rates are tried anyway."""
-        piece, state = next_piece(self._rates, self.config.epochs, self._trials), self.state
+        piece, state = next_piece(self._rate, self.config.epochs, self._trials), self.state
         if piece is None:
             raise error
         self._say(f"The training diverged with the learning rate {piece.learning_rate:g}.", once="diverged")
@@ -184,7 +186,7 @@ class SelectingTrainer(DecoderTrainer):
         if loss < min((trial.loss for trial in earlier if trial.epochs == piece.end), default=math.inf):
             _copy(self._constant, self._before_decay)  # more epochs go on from the best of as many
         state.trials.append(Trial(piece.learning_rate, piece.end, loss).as_dict())
-        following = next_piece(self._rates, self.config.epochs, self._trials)
+        following = next_piece(self._rate, self.config.epochs, self._trials)
         if following is not None and not following.begin:
             _copy(self._present, {f"weight.{name}": tensor for name, tensor in self._initial.items()})
             for name, tensor in self._present.items():

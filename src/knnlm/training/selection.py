@@ -4,10 +4,9 @@ A training of so many epochs has a constant rate, after a warm-up, for two third
 (Hägele et al. 2024). One with more epochs goes on from where the rate began to fall: only the decay is repeated. The
 loss on held-out text at the end of a decay is what is compared.
 
-1. Each rate is tried for half an epoch; while the lowest one is the best, half of it is tried too, and while the
-   highest one is the best, twice as much.
+1. Rates are tried for half an epoch each: the given one, then twice or half the best one so far, until both were tried.
 2. The best one goes on to one epoch, and so does the second one, from the beginning, if the two were nearly equal.
-3. The better one goes on, epoch by epoch, until one more does not help.
+3. The better one goes on, epoch by epoch, until one more hardly helps.
 4. The weights of the best two trials are averaged if that helps, and moved towards those of the initial model as far as
    that helps.
 """
@@ -19,10 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-FIRST = 0.5  # epochs for which all rates are tried
+FIRST = 0.5  # epochs for which each rate is tried
 DECAY = 1 / 3  # of a training, in which its rate falls
-MAX_FURTHER = 2  # rates that are tried below or above the given ones
-NEARLY = 0.02  # nats per token by which two rates differ that are nearly equal
+MAX_RATES = 5
+NEARLY = 0.005  # nats per token by which two rates differ that are nearly equal
+WORTHWHILE = 0.01  # nats per token by which an epoch helps after which another one is trained
 INTERPOLATIONS = (0.25, 0.5, 0.7, 0.85)  # shares of the trained weights beside the initial ones, besides 0 and 1
 
 
@@ -59,12 +59,12 @@ def decay_begin(epochs: float) -> float:
     return (1 - DECAY) * epochs
 
 
-def next_piece(rates: Sequence[float], max_epochs: int, trials: Sequence[Trial]) -> Piece | None:
-    """Return what is trained next; None: the training is finished."""
+def next_piece(rate: float, max_epochs: int, trials: Sequence[Trial]) -> Piece | None:
+    """Return what is trained next, beginning with this rate; None: the training is finished."""
     tried = [trial for trial in trials if trial.learning_rate is not None]
     first = [trial for trial in tried if trial.epochs == FIRST]
-    if (rate := _next_rate(rates, first, is_open=len(first) == len(tried))) is not None:
-        return Piece.until(rate, FIRST)
+    if (following := _next_rate(rate, first)) is not None:
+        return Piece.until(following, FIRST)
     best, *others = sorted(first, key=lambda trial: trial.loss)
     assert best.learning_rate is not None
     if not math.isfinite(best.loss):
@@ -77,27 +77,26 @@ def next_piece(rates: Sequence[float], max_epochs: int, trials: Sequence[Trial])
         return Piece.until(others[0].learning_rate, 1)
     winner = min(once.values(), key=lambda trial: trial.loss)
     *_, before, last = [best, winner, *(trial for trial in tried if trial.epochs > 1)]
-    if not last.loss < before.loss or last.epochs >= max_epochs:
+    if not before.loss - last.loss > WORTHWHILE or last.epochs >= max_epochs:
         return None
     assert winner.learning_rate is not None
     return Piece.until(winner.learning_rate, last.epochs + 1, after=last.epochs)
 
 
-def _next_rate(rates: Sequence[float], first: Sequence[Trial], *, is_open: bool) -> float | None:
+def _next_rate(rate: float, first: Sequence[Trial]) -> float | None:
     """Return the next rate to try for half an epoch; None: those in `first` are enough."""
-    if len(first) < len(rates):
-        return rates[len(first)]
-    if not is_open or len(first) >= len(rates) + MAX_FURTHER:
+    losses = {trial.learning_rate: trial.loss for trial in first if trial.learning_rate is not None}
+    if not losses:
+        return rate
+    if len(losses) >= MAX_RATES:
         return None
-    ordered = sorted((trial.learning_rate or math.nan, trial.loss) for trial in first)
-    (lowest, loss_of_lowest), (highest, loss_of_highest) = ordered[0], ordered[-1]
-    best = min(loss for _, loss in ordered)
-    if not math.isfinite(best) or best not in (loss_of_lowest, loss_of_highest):
-        return None
-    return lowest / 2 if best == loss_of_lowest else highest * 2
+    best = min(losses, key=lambda each: losses[each])
+    if not math.isfinite(losses[best]):
+        return min(losses) / 2
+    return next((other for other in (2 * best, best / 2) if other not in losses), None)
 
 
-def planned_epochs(rates: int, max_epochs: int) -> float:
+def planned_epochs(max_epochs: int, *, rates: int = 4) -> float:
     """Return how many passes over the text a selection takes if every epoch helps and no two rates are nearly equal."""
     pieces = [
         Piece.until(1.0, 1, after=FIRST),
