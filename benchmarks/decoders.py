@@ -2,13 +2,14 @@
 
     python benchmarks/decoders.py CORPUS --store 6000 --limit 1500 --layers 4 --blocks 2   # minutes on two cores
     python benchmarks/decoders.py CORPUS --limit 60000 --device cuda --teach 0.5:2:self,0.5:16:document
-    python benchmarks/decoders.py CORPUS --limit 60000 --device cuda --select --top 6 --more
-    python benchmarks/decoders.py --speed 30,8,top6 --device cuda                          # alone on the machine
+    python benchmarks/decoders.py CORPUS --limit 60000 --device cuda --select --lora 64 --more
+    python benchmarks/decoders.py --speed 30,8,top6,lora64 --device cuda                   # alone on the machine
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. A student is trained on
 train by cross entropy alone, a small one of some of the model's blocks too, and each reads a store of its own. k, τ,
 weights and gates are fitted on valid; figures are those of test. With --select, learning rate and epochs are chosen on
-valid, as `adapt` does it; with --top, the small student has the last blocks of the model, which computes the others.
+valid, as `adapt` does it; with --top, the small student has the last blocks of the model, which computes the others;
+with --lora, adapters of all blocks.
 --more adds memories that `adapt` does not make: an output matrix and a key map trained on the student's keys, and a
 store of its states in an earlier block. --teach trains more students, each with a share β of
 its loss from the store that the first student reads: β:τ:what a position may not see, and, where given, :the most
@@ -94,6 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="blocks of the model that the student has (default: all)")
     parser.add_argument("--blocks", type=int, default=6, help="blocks that the small student has")
     parser.add_argument("--top", type=int, help="the small student: so many of the model's last blocks are trained")
+    parser.add_argument("--lora", type=int, default=0, help="the small student: the rank of adapters of all blocks")
     parser.add_argument("--select", action="store_true", help="choose learning rates and epochs on valid")
     parser.add_argument("--more", action="store_true", help="also measure memories that adapt does not make")
     parser.add_argument("--epochs", type=int, default=3)
@@ -127,8 +129,9 @@ class Study:
         documents = list(first_documents(split(self.corpus, "train"), self.lm, options.store))
         self.tokens = self.lm.encode_all([document.text for document in documents])
         self.train("student", options.layers, options.learning_rate, options.epochs)
-        if options.table and options.top:
-            self.train("small", options.layers, options.learning_rate, options.epochs, top=options.top)
+        if options.table and (options.top or options.lora):
+            kind = {"top": options.top, "lora": options.lora}
+            self.train("small", options.layers, None if options.lora else options.learning_rate, options.epochs, **kind)
         elif options.table:
             self.train("small", options.blocks, options.small_rate, options.small_epochs)
         for name in ("student", "small") if options.table else ("student",):
@@ -172,7 +175,13 @@ class Study:
         return [("output", "output"), ("knn", "mapped.store"), ("knn", "earlier.store")]
 
     def train(
-        self, name: str, layers: int | None, rate: float, epochs: int, targets: Targets | None = None, **settings: Any
+        self,
+        name: str,
+        layers: int | None,
+        rate: float | None,
+        epochs: int,
+        targets: Targets | None = None,
+        **settings: Any,
     ) -> None:
         initial = open_initial_model(self.options.model, like=self.lm, layers=layers)
         config = DecoderConfig(epochs=epochs, learning_rate=rate, select=self.options.select, **settings)
@@ -315,11 +324,11 @@ def speed(lm: CausalLM, sizes: list[str], options: argparse.Namespace) -> None:
     print("| blocks | weights | ms a token | ÷ the model alone |\n|---|---|---|---|")
     milliseconds(lm.model, ids)
     for size in sizes:
-        top = int(size[3:]) if size.startswith("top") else None
+        top, lora = (int(size[len(kind) :]) if size.startswith(kind) else 0 for kind in ("top", "lora"))
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            initial = open_initial_model(options.model, like=lm, layers=None if top else int(size))
+            initial = open_initial_model(options.model, like=lm, layers=None if top or lora else int(size))
             place = Path(folder) / "decoder"
-            config = DecoderConfig(epochs=1, top=top)
+            config = DecoderConfig(epochs=1, top=top or None, lora=lora)
             card = train_decoder([[5] * 64] * 4, initial, place, config, device=options.device)
             mixed = knnlm.KnnForCausalLM(Mixture.open(place, lm))
         # Alternating, because the speed of a shared machine varies.

@@ -10,7 +10,7 @@ others), and where given, the share β of the loss from the predictions of the f
 text (`model` or `full`), and how many tokens of it:
 
     model                    as they are trained without a teacher
-    top7+32                  adapters of rank 32 in the last 7 blocks
+    top7+32                  adapters of rank 32 in the last 7 blocks; all+64: in all
     full:0.5                 with the teacher, on the text
     full:0.5@2               with the store that the full decoder reads as the teacher, τ = 2
     full:0.9:full:1000000    also on a million tokens that the full decoder writes
@@ -39,6 +39,7 @@ from knnlm.evaluation.evaluate import first_documents
 from knnlm.evaluation.samples import sample_documents
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.shared import share_blocks
+from knnlm.mixture.loader import open_beside
 from knnlm.training.data import TokenStream
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
@@ -47,7 +48,7 @@ from knnlm.training.model_teacher import make_model_targets
 from knnlm.training.teacher import Targets, TeacherConfig, make_targets
 from perplexity import parser_for, split, token_log_probs, tokens_of
 
-WAYS = "model,full,full:0.5,full:0.5@2,full:0.9:full:1000000,full:0.9:model:1000000,top6,top6:0.5,top6+32"
+WAYS = "all+16,all+64,all+64:0.5,all+64:0.5@2,top15+64,top6,model,full,full:0.5,full:0.9:full:1000000"
 FULL = "all blocks"  # the row of the full decoder
 LAMBDAS = torch.linspace(0.0, 1.0, 101)
 
@@ -116,9 +117,9 @@ class Study:
         text = [*self.texts["train"], *self.written(writer, int(count))]
         place = self.folder / f"small-{way.replace(':', '-')}"
         settings: dict[str, Any] = {"select": True, "epochs": options.small_epochs, "lora": int(rank or 0)}
-        if begins.startswith("top"):
+        if begins == "all" or begins.startswith("top"):
             initial = open_initial_model(options.model, like=lm, layers=options.layers)
-            settings |= {"top": int(begins[3:]), "epochs": options.epochs}
+            settings |= {"top": int(begins[3:]) if begins != "all" else None, "epochs": options.epochs}
         else:
             spec = options.model if begins == "model" else str(self.folder / "full")
             initial = open_initial_model(spec, like=lm, layers=options.blocks)
@@ -152,11 +153,11 @@ class Study:
 
     def add(self, name: str, place: Path, seconds: float) -> None:
         """Measure a decoder alone and with the model."""
-        decoder = CausalLM.open(str(place), device=str(self.lm.device), dtype=self.options.dtype)
-        own = {part: token_log_probs(decoder, self.texts[part]) for part in ("valid", "test")}
+        decoder = share_blocks(self.lm, open_beside(self.lm, str(place), dtype=self.options.dtype))
+        whole = CausalLM.open(str(place), device=str(self.lm.device), dtype=self.options.dtype)
+        own = {part: token_log_probs(whole, self.texts[part]) for part in ("valid", "test")}
         known = {weight.data_ptr() for weight in self.lm.model.parameters()}
-        own_weights = share_blocks(self.lm, decoder).model.parameters()
-        weights = sum(weight.numel() for weight in own_weights if weight.data_ptr() not in known)
+        weights = sum(weight.numel() for weight in decoder.model.parameters() if weight.data_ptr() not in known)
         share = best_share(self.base["valid"], own["valid"])
         row = {
             "corpus": self.corpus.name,

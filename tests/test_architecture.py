@@ -45,8 +45,8 @@ UPWARD = {
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 # Inside a package, each module may import those before it.
 ORDER = {
-    "lm": "cuda_graph detokenizer fingerprint hooks layers windows loading key_layers causal shared seq2seq speech "
-    "compile",
+    "lm": "cuda_graph detokenizer fingerprint adapters hooks layers windows loading key_layers causal shared seq2seq "
+    "speech compile",
     "index": "base bm25 packed exact gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming faiss rerank "
     "composite blocks.kernels blocks.file blocks.index blocks.build validation factory",
     "datastore": "validation codecs schema manifest digests integrity catalog sharded_catalog segments live_numbers "

@@ -564,7 +564,7 @@ def test_selection_is_shown_recorded_and_chosen_on_the_held_out_text(texts, mode
     assert found["settings"]["lora"] == 2
     assert not (texts / "out.first").exists()
     assert 0 < found["held_out_tokens"] < found["tokens"] / 4
-    assert (decoder / "adapter" / "adapter_model.safetensors").is_file()
+    assert (decoder / "adapter_model.safetensors").is_file()
 
 
 def test_store_of_the_models_own_keys_can_be_used_during_the_training(texts, base, model_folder, capfd, monkeypatch):

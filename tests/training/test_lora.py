@@ -19,6 +19,7 @@ from torch.func import functional_call
 from helpers.models import tiny
 from helpers.stores import documents
 from knnlm.errors import KnnlmWarning, MissingExtra, ModelError
+from knnlm.lm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from knnlm.lm.causal import CausalLM
 from knnlm.training import decoder, decoder_trainer
 from knnlm.training import lora as module
@@ -27,7 +28,7 @@ from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.head_loss import head_loss
 from knnlm.training.initial_model import open_initial_model
-from knnlm.training.lora import ADAPTER, Adapters
+from knnlm.training.lora import Adapters
 
 CONFIG = DecoderConfig(lora=3, epochs=2, batch_tokens=256, learning_rate=5e-3, context=64)
 
@@ -106,7 +107,8 @@ def in_plain_torch(initial, texts, config):
 
 def test_training_is_that_of_plain_torch_and_the_folder_has_the_adapters(initial, texts, lm, tmp_path):
     card = train_decoder(texts[0], initial, tmp_path / "decoder", CONFIG, device="cpu")
-    found = load_file(tmp_path / "decoder" / "model.safetensors")
+    decoder = CausalLM.open(str(tmp_path / "decoder"))
+    found = dict(decoder.model.named_parameters())
     right = in_plain_torch(initial, texts[0], CONFIG)
     for name, weight in found.items():
         torch.testing.assert_close(weight, right[name], rtol=1e-3, atol=2e-5)
@@ -118,15 +120,13 @@ def test_training_is_that_of_plain_torch_and_the_folder_has_the_adapters(initial
     assert card.settings["lora"] == 3
     base = copy.deepcopy(initial.lm.model)
     ids = torch.tensor([texts[1][0][:32]])
-    adapted = PeftModel.from_pretrained(base, tmp_path / "decoder" / ADAPTER).eval()
-    decoder = CausalLM.open(str(tmp_path / "decoder"))
+    adapted = PeftModel.from_pretrained(base, tmp_path / "decoder").eval()
     torch.testing.assert_close(adapted(input_ids=ids).logits, decoder.model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
     assert adapted.peft_config["default"].base_model_name_or_path == initial.spec
-    adapter, whole = (
-        (tmp_path / "decoder" / name).stat().st_size
-        for name in (f"{ADAPTER}/adapter_model.safetensors", "model.safetensors")
-    )
-    assert adapter < whole
+    assert not (tmp_path / "decoder" / "model.safetensors").exists()
+    assert (tmp_path / "decoder" / ADAPTER_WEIGHTS).stat().st_size < sum(
+        weight.nbytes for weight in before.values()
+    ) / 4
 
 
 def test_interrupted_training_ends_with_the_same_adapters_and_rates_can_be_selected(
@@ -149,9 +149,8 @@ def test_interrupted_training_ends_with_the_same_adapters_and_rates_can_be_selec
     with pytest.raises(KeyboardInterrupt):
         train_decoder(texts[0], initial, tmp_path / "resumed", config, **options)
     card = train_decoder(texts[0], initial, tmp_path / "resumed", config, **options)
-    for file in ("model.safetensors", f"{ADAPTER}/adapter_model.safetensors"):
-        one, other = (load_file(tmp_path / name / file) for name in ("whole", "resumed"))
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    one, other = (load_file(tmp_path / name / ADAPTER_WEIGHTS) for name in ("whole", "resumed"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
     losses = [trial["loss"] for trial in card.selection["trials"]]
     assert min(losses) < losses[0]
 
@@ -163,7 +162,7 @@ def test_adapters_of_some_layers_or_of_new_weights_are_not_saved_alone(model_fol
         initial = open_initial_model(str(spec), like=lm, layers=layers)
         train_decoder(texts[0][:2], initial, tmp_path / f"{name}.decoder", replace(CONFIG, epochs=1), device="cpu")
         assert (tmp_path / f"{name}.decoder" / "model.safetensors").is_file()
-        assert not (tmp_path / f"{name}.decoder" / ADAPTER).exists()
+        assert not (tmp_path / f"{name}.decoder" / ADAPTER_CONFIG).exists()
 
 
 def test_adapters_are_saved_without_a_connection(tmp_path, monkeypatch):
@@ -174,13 +173,14 @@ def test_adapters_are_saved_without_a_connection(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", connect)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Adapters(tiny("llama"), rank=2, seed=0).save(tmp_path / ADAPTER, "owner/name-on-a-hub")
-    assert (tmp_path / ADAPTER / "adapter_config.json").is_file()
+        Adapters(tiny("llama"), rank=2, seed=0).save(tmp_path, "owner/name-on-a-hub", {})
+    assert (tmp_path / ADAPTER_CONFIG).is_file()
 
 
 def test_half_precision_keeps_the_weights_that_are_not_trained(initial, texts, tmp_path):
     train_decoder(texts[0], initial, tmp_path / "half", replace(CONFIG, precision="bfloat16", epochs=1), device="cpu")
-    found, before = load_file(tmp_path / "half" / "model.safetensors"), dict(initial.lm.model.named_parameters())
+    found = dict(CausalLM.open(str(tmp_path / "half")).model.named_parameters())
+    before = dict(initial.lm.model.named_parameters())
     fixed = [name for name in found if "proj" not in name]
     assert fixed
     assert all(torch.equal(found[name], before[name]) for name in fixed)

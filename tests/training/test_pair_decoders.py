@@ -242,11 +242,11 @@ def test_adapters_of_pairs_are_merged_and_saved_for_peft(opened, tmp_path):
     config = replace(CONFIG, lora=4, learning_rate=3e-3, epochs=6)
     card = train_decoder(lm.encode_documents(STORED), initial, tmp_path / "out", config, device="cpu")
     assert card.losses["loss"] < losses(tmp_path / "out")[0]["loss"]
-    saved = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert saved["task_type"] == "SEQ_2_SEQ_LM"
     from peft import PeftModel
 
-    adapted = PeftModel.from_pretrained(opened("marian")[0].model, tmp_path / "out" / "adapter")
+    adapted = PeftModel.from_pretrained(opened("marian")[0].model, tmp_path / "out")
     merged = open_lm(str(tmp_path / "out"), device="cpu")
     inputs = {**lm.pad_sources(lm.encode_sources(["ab c"])), "decoder_input_ids": torch.tensor([[1, 7, 9]])}
     with torch.no_grad():

@@ -14,6 +14,7 @@ from helpers.decoders import PlainTraining, losses
 from helpers.models import FAMILIES, tiny
 from helpers.stores import documents
 from knnlm.errors import DatastoreError, ParameterError
+from knnlm.lm.causal import CausalLM
 from knnlm.lm.layers import layer_list
 from knnlm.lm.shared import TopLM
 from knnlm.lm.windows import WindowShape
@@ -36,7 +37,7 @@ def changed(folder, initial):
     before = dict(initial.lm.model.named_parameters())
     return {
         name
-        for name, tensor in load_file(folder / "model.safetensors").items()
+        for name, tensor in CausalLM.open(str(folder), device="cpu").model.named_parameters()
         if not torch.equal(tensor, before[name])
     }
 

@@ -19,6 +19,7 @@ VOCABULARY_FIELDS = ("tokenizer", "vocab_size", "start_token")  # the same for a
 # Of encoder-decoder models: the languages, and the special tokens around source and target.
 PAIR_FIELDS = ("encoder_decoder", "src_lang", "tgt_lang", "prefix_tokens", "end_tokens")
 
+_FINGERPRINT = "knnlm_fingerprint"  # an attribute of models
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLES_PER_WEIGHT = 4096
 _PROBE_TEXT = "The 3 naïve foxes\n\n\tsaid: “日本 2026!” def f(x): return x**2"
@@ -38,9 +39,17 @@ _IGNORED_CONFIG = {
 }
 
 
+def set_fingerprint(model: PreTrainedModel, hashes: Mapping[str, str]) -> None:
+    """Record the hashes of a model whose weights do not tell exactly what it was made from."""
+    setattr(model, _FINGERPRINT, dict(hashes))
+
+
 def weights_fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """Return a hash of an even sample of every weight, for each precision."""
+    """Return a hash of an even sample of every weight, for each precision, or what was recorded for the model."""
     import torch
+
+    if (recorded := getattr(model, _FINGERPRINT, None)) is not None:
+        return dict(recorded)
 
     hashes = {name: hashlib.sha256() for name in _DTYPES}
     for name, weight in sorted(model.named_parameters()):

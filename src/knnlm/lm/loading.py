@@ -20,6 +20,7 @@ import torch
 
 from knnlm.errors import KnnlmError, MissingExtra, ModelError, ParameterError
 from knnlm.io import cache_folder, checksum
+from knnlm.lm.adapters import AdapterSet, has_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SequenceFeatureExtractor
@@ -43,8 +44,11 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer from the bundled package, a folder, a .gguf file or a hub name.
 
-    `encoder` tells which kind of model is wanted; one of the other kind is an error.
+    `encoder` tells which kind of model is wanted; one of the other kind is an error. Adapters are merged into the model
+    that they name.
     """
+    if has_adapters(name):
+        return _load_adapted(Path(name), dtype=dtype, encoder=encoder)
     config = load_config(name)
     from transformers import AutoTokenizer
 
@@ -68,6 +72,21 @@ def load_model(
             "another shape. Download the model again."
         )
     return model, tokenizer
+
+
+def _load_adapted(
+    folder: Path, *, dtype: torch.dtype | None, encoder: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the base model of adapters with the adapters merged into it, and its tokenizer."""
+    verify_checksums(folder)
+    adapters = AdapterSet.read(folder)
+    try:
+        # In float32, so that the sum is rounded once.
+        model, tokenizer = load_model(adapters.base, dtype=torch.float32 if dtype else None, encoder=encoder)
+    except ModelError as error:
+        raise ModelError(f"{folder} has adapters of another model, which cannot be opened. {error}") from None
+    adapters.merge(model)
+    return model.to(dtype) if dtype else model, tokenizer  # type: ignore[arg-type]
 
 
 def auto_class(config: PreTrainedConfig | None) -> Any:
@@ -104,12 +123,14 @@ def has_encoder(name: str) -> bool:
 
 
 def load_config(name: str) -> PreTrainedConfig | None:
-    """Return the configuration of a model; None for the bundled one and for a GGUF file, which are decoders."""
+    """Return the configuration of a model, that of adapters their model's; None for the bundled one and a GGUF file."""
     if name.startswith((".", "/", "~")) and not Path(name).exists():
         # Checked first, because the hub is slow to reject such a name and its message is long.
         raise ModelError(f"Cannot open the model {name}: there is no such folder or file. {_ADVICE}")
     if name == BUNDLED or name.endswith(".gguf"):
         return None
+    if has_adapters(name):
+        return load_config(AdapterSet.read(name).base)
     from transformers import AutoConfig
 
     try:

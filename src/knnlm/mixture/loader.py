@@ -17,9 +17,10 @@ from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmWarning, ModelError, ModelMismatch, ParameterError
 from knnlm.index.base import Index
+from knnlm.lm.adapters import AdapterSet, has_adapters
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference, token_fields
-from knnlm.lm.loading import has_encoder
+from knnlm.lm.loading import choose_dtype, has_encoder, verify_checksums
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.speech import SpeechLM, open_lm
 from knnlm.memories.base import Memory, Source
@@ -418,7 +419,7 @@ def _check_decoder_folder(path: str) -> None:
             f"The decoder {path} does not exist. If it was moved, name the memories with --memories, and tune the "
             "store again."
         )
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if folder.is_dir() and not (folder / "config.json").is_file() and not has_adapters(folder):
         what = (
             f"a store: name it as knn={path}"
             if (folder / CATALOG_FILE).is_file()
@@ -430,6 +431,11 @@ def _check_decoder_folder(path: str) -> None:
 def open_beside(lm: CausalLM, name: str, *, dtype: str) -> CausalLM:
     """Open a second model that reads the texts of a language model, and their sources in the same languages."""
     if not has_encoder(name):
+        if has_adapters(name) and not lm.has_encoder and choose_dtype(dtype, lm.device) == lm.model.dtype:
+            verify_checksums(Path(name))
+            adapters = AdapterSet.read(name)
+            if adapters.belongs_to(lm.identity["weights"], lm.name):
+                return CausalLM(adapters.beside(lm.model), lm.tokenizer, name=str(Path(name).resolve()))
         return CausalLM.open(name, device=str(lm.device), dtype=dtype)
     if not lm.has_encoder:
         raise ParameterError(
@@ -469,7 +475,7 @@ def reader_name(store: Datastore) -> str:
     """Return the name of a store's reader; a model inside the store's folder moves with it."""
     name = str(store.model["name"])
     inside = store.path / Path(name).name
-    return str(inside) if (inside / "config.json").is_file() else name
+    return str(inside) if (inside / "config.json").is_file() or has_adapters(inside) else name
 
 
 def check_model(store: Datastore, lm: CausalLM, *, place: Source | None = None) -> None:

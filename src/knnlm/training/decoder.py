@@ -1,8 +1,9 @@
 """Training of a decoder: a model that learns a text and, with β, the predictions of retrieval from it.
 
 OUT.partial/   during training: checkpoint.safetensors, losses.jsonl
-OUT/           the finished model and tokenizer in the format of transformers; decoder.json, losses.jsonl, learning.png,
-               and knnlm.sha256, the checksums of all files but the card, which tuning may change
+OUT/           the finished model and tokenizer in the format of transformers, with `lora` the adapters in that of peft;
+               decoder.json, losses.jsonl, learning.png, and knnlm.sha256, the checksums of all files but the card,
+               which tuning may change
 
 A killed run resumes from its checkpoint.
 """
@@ -35,7 +36,7 @@ from knnlm.progress import Progress, silent
 from knnlm.training.data import TokenStream, TrainingBatches, count_targets
 from knnlm.training.decoder_trainer import DecoderConfig, DecoderTrainer
 from knnlm.training.initial_model import InitialModel, freeze_first_blocks
-from knnlm.training.lora import ADAPTER, Adapters, require_peft
+from knnlm.training.lora import Adapters, require_peft
 from knnlm.training.selecting_trainer import SelectingTrainer
 from knnlm.training.teacher import Teacher
 from knnlm.training.trainer import (
@@ -298,16 +299,15 @@ def _publish(
     adapters: Adapters | None,
 ) -> None:
     """Write the finished decoder into the work folder and move it into place in one step."""
-    finished = work / _FINISHED
+    finished, weights = work / _FINISHED, initial.lm.identity["weights"]
     shutil.rmtree(finished, ignore_errors=True)
     with translate_os_errors(folder):
         finished.mkdir()
-        if adapters is not None:
-            if initial.is_pretrained:  # others have weights of their own, which the adapters would need
-                adapters.save(finished / ADAPTER, initial.spec)
-            model = adapters.merge()
         try:
-            model.eval().save_pretrained(finished)
+            # Those of other models have weights beside them that are stored nowhere else.
+            if adapters is None or not initial.is_pretrained or not adapters.save(finished, initial.spec, weights):
+                model = model if adapters is None else adapters.merge()
+                model.eval().save_pretrained(finished)
         except SafetensorError as error:
             raise OSError(str(error)) from None
         initial.lm.tokenizer.save_pretrained(finished)

@@ -54,7 +54,7 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 STEPS_PER_FLUSH = 20  # between two reads of the losses from the device
 
 _MIN_STEPS = 300  # if the text is long enough
-_MIN_BATCH_TOKENS, _MAX_BATCH_TOKENS = 2_048, 16_384  # of the default batch size
+_MIN_BATCH_TOKENS, _MAX_BATCH_TOKENS = 512, 16_384  # of the default batch size
 _MAX_PADDED_POSITIONS = 4  # per token on a GPU, where fewer passes are worth more padding
 _MIN_TOKENS_TO_COMPILE = 4_000_000  # trained on in all; below, compilation takes longer than it saves
 _EVALUATED_TOKENS = 16_384  # at once on a GPU, if the batches of the training are smaller
@@ -74,7 +74,7 @@ class DecoderConfig:
     """Options of `train_decoder` that decide its result, besides the text, the initial model and the targets.
 
     The loss is β·KL to the targets + (1-β)·CE. A step has about `batch_tokens`, by default the number that gives 300
-    steps, from 2,048 to 16,384, in at least `accumulate` forward passes. Windows have `context` tokens and advance by
+    steps, from 512 to 16,384, in at least `accumulate` forward passes. Windows have `context` tokens and advance by
     `stride`, by default the whole context. `packed` puts several windows in a row, by default on a GPU; `compile`
     compiles the blocks, by default on a GPU where at least 4 million tokens are trained on in all, and changes the
     result by rounding only.

@@ -1,13 +1,15 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) on all linear layers of a model, by the package peft.
 
-Only the adapters are trained, so that no gradients and moments of the other weights are computed and kept. The finished
-decoder is an ordinary model, with the adapters added to its weights; the adapters alone are saved beside it.
+Only the adapters are trained, so that no gradients and moments of the other weights are computed and kept. Those of a
+pretrained model are saved alone (`knnlm.lm.adapters` opens them); others are added to the weights of the model.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +18,11 @@ import torch
 from transformers import PreTrainedModel
 
 from knnlm.errors import MissingExtra, ModelError
+from knnlm.lm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_WEIGHTS, AdapterSet
 from knnlm.lm.layers import layer_list, layer_list_path
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
-
-ADAPTER = "adapter"  # the folder of the adapters in that of a decoder
 
 _ALPHA = 2  # of the rank: the factor by which the product of both matrices is multiplied
 _NAME = "default"
@@ -60,12 +61,14 @@ class Adapters:
                     f"{type(model).__name__} cannot be trained with lora ({error}). Train all of its weights."
                 ) from None
 
-    def save(self, folder: Path, base_model: str) -> None:
-        """Write the adapters in the format of peft, with the name of the model that they belong to."""
+    def save(self, folder: Path, base_model: str, base_weights: Mapping[str, str]) -> bool:
+        """Write the adapters in the format of peft, with the name and the fingerprint of their model.
+
+        Return whether `knnlm.lm.adapters` can open them; else nothing is written, as with some mixtures of experts.
+        """
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
 
-        folder.mkdir()
         config = self._tuner.peft_config[_NAME]
         task = "SEQ_2_SEQ_LM" if self._is_seq2seq else "CAUSAL_LM"
         config.base_model_name_or_path, config.task_type, config.inference_mode = base_model, task, True
@@ -77,8 +80,17 @@ class Adapters:
         )
         named = {f"base_model.model.{name.removeprefix('model.')}": value for name, value in tensors.items()}
         save_file(
-            {name: value.contiguous().cpu() for name, value in named.items()}, folder / "adapter_model.safetensors"
+            {name: value.contiguous().cpu() for name, value in named.items()},
+            folder / ADAPTER_WEIGHTS,
+            {"format": "pt", BASE_WEIGHTS: json.dumps(dict(base_weights))},
         )
+        try:
+            AdapterSet.read(folder)
+        except ModelError:
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                (folder / name).unlink()
+            return False
+        return True
 
     def merge(self) -> PreTrainedModel:
         """Return the model with the adapters added to its weights."""
