@@ -231,6 +231,26 @@ def test_copy_of_a_cache_is_continued_beside_it(mixture, replays, monkeypatch):
     torch.testing.assert_close(found, read(), rtol=1e-4, atol=1e-4)
 
 
+def test_layers_that_share_the_states_of_others_are_continued_beside_them(mixture, replays):
+    lm = reader(mixture)
+    run, past = passes(lm)
+    for token in range(WARM_RUNS + 2):
+        run(token)
+    right = copy.deepcopy(past)
+    other, again = passes(lm)
+    again.layers[:] = [copy.copy(layer) for layer in past.layers]
+    for token in range(30, 33):
+        run(token)
+        other(token + 10)
+    with torch.no_grad():
+        for cache, first in ((copy.deepcopy(right), 30), (right, 40)):
+            for token in range(first, first + 3):
+                lm.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            for layer, expected in zip((past if first == 30 else again).layers, cache.layers, strict=True):
+                torch.testing.assert_close(layer.keys, expected.keys, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(layer.values, expected.values, rtol=1e-4, atol=1e-4)
+
+
 def test_cropped_cache_is_continued(mixture, replays, monkeypatch):
     model = KnnForCausalLM(mixture)
 
@@ -448,20 +468,54 @@ def test_pass_that_makes_the_host_wait_is_not_captured(replays, monkeypatch):
     forward = lm.model.model.norm.forward
     lm.model.model.norm.forward = lambda hidden: forward(hidden) * (1.0 if float(hidden.sum()) else 2.0)
     run, _ = passes(lm)
+    for _ in range(WARM_RUNS):
+        run(9)
     with pytest.warns(KnnlmWarning, match="makes the host wait"):
-        for _ in range(5):
-            run(9)
+        run(9)
+    run(9)
     assert replays.captured == 0
+
+
+def test_operations_that_make_the_host_wait_are_refused():
+    tensor = torch.arange(6.0).view(2, 3)
+    with reader_graph._RefuseSynchronisation():
+        assert tensor[torch.tensor([1, 0])].shape == (2, 3)
+        assert torch.where(tensor > 2, tensor, 0).shape == (2, 3)
+        for wait in (lambda: bool(tensor[0, 0]), tensor.nonzero, lambda: tensor[tensor > 2], lambda: tensor.to("meta")):
+            with pytest.raises(RuntimeError, match=r"makes the host wait|copies between devices"):
+                wait()
+
+
+def test_model_that_asks_the_cache_for_its_length_is_not_captured(replays):
+    """The graph would contain the length that it was captured with."""
+    lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="counts")
+    forward = lm.model.forward
+
+    def counting(*arguments, past_key_values, **others):
+        others["position_ids"] = torch.arange(past_key_values.get_seq_length(), 128)[None, :1]
+        return forward(*arguments, past_key_values=past_key_values, **others)
+
+    run, past = passes(lm)
+    right = copy.deepcopy(past)
+    lm.model.forward = counting
+    with pytest.warns(KnnlmWarning, match="computes something else"):
+        found = torch.cat([run(9 + step) for step in range(6)])
+    lm.model.forward = forward
+    with torch.no_grad():
+        expected = [lm.model(torch.tensor([[9 + step]]), past_key_values=right).logits for step in range(6)]
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_passes_of_other_kinds_are_not_captured(replays, monkeypatch):
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="kinds")
 
     def shape(tokens=1, **changed):
-        run, past = passes(lm)
+        _, past = passes(lm)
         inputs = {"input_ids": torch.full((1, tokens), 9), "past_key_values": past, **changed}
         return ReaderPass(lm, [], True, {name: value for name, value in inputs.items() if value is not None}).shape()
 
+    _, past = passes(lm)
+    plain_pass = ReaderPass(lm, [], True, {"input_ids": torch.full((1, 1), 9), "past_key_values": past})
     total = len(PROMPTS[0]) + 1
     mask, positions = torch.ones(1, total), torch.tensor([[total - 1]])
     with torch.no_grad():
@@ -478,11 +532,9 @@ def test_passes_of_other_kinds_are_not_captured(replays, monkeypatch):
         lm.model.eval()
         with torch.autocast("cpu", torch.bfloat16):
             assert shape() is None
-        run, past = passes(lm)
-        given = ReaderPass(lm, [], True, {"input_ids": torch.full((1, 1), 9), "past_key_values": past})
-        assert given.shape() is not None
+        assert plain_pass.shape() is not None
         monkeypatch.setattr(lm.model.config, "_attn_implementation_internal", "flash_attention_2")
-        assert given.shape() is None
+        assert plain_pass.shape() is None
         monkeypatch.setattr(lm.model.config, "_attn_implementation_internal", "sdpa")
     assert shape() is None  # gradients may be wanted
     monkeypatch.undo()
@@ -550,7 +602,10 @@ def test_threads_generate_at_the_same_time(mixture, replays, monkeypatch):
     model, found = KnnForCausalLM(mixture), {}
     settings = {**SETTINGS, "max_new_tokens": 30}
 
+    together = threading.Barrier(len(prompts))
+
     def read(number):
+        together.wait()
         found[number] = model.generate(prompts[number], **settings)
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(len(prompts))]
