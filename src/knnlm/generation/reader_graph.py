@@ -306,9 +306,10 @@ class _RefuseSynchronisation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, unless its values decide something on the host."""
-        indices = args[1] if func.overloadpacket is torch.ops.aten.index else ()
-        waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
-        if waits or any(each is not None and each.dtype == torch.bool for each in indices):
+        waits = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+        if func.overloadpacket is torch.ops.aten.index:  # which only counts what a mask selects
+            waits = any(each is not None and each.dtype == torch.bool for each in args[1])
+        if waits:
             raise RuntimeError(f"{func} makes the host wait for the device")
         found = func(*args, **(kwargs or {}))
         copies = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_)
