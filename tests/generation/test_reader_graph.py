@@ -13,16 +13,16 @@ from weakref import WeakKeyDictionary, ref
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from helpers.graphs import Replays
-from helpers.models import tiny, tiny_tokenizer
+from helpers.models import FAMILIES, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.errors import KnnlmWarning
 from knnlm.generation import reader_graph
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.draft import Drafter, StepTimes
-from knnlm.generation.reader_graph import MAX_GRAPHS, ReaderPass, read_with_graph, reader_graphs
+from knnlm.generation.reader_graph import MAX_GRAPHS, ReaderPass, accepted_arguments, read_with_graph, reader_graphs
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.cuda_graph import WARM_RUNS, CapturedGraph
@@ -329,8 +329,6 @@ def test_layer_that_is_cut_on_the_left_is_copied_within_its_buffer(mixture, repl
 
 def passes(lm, rows=1):
     """A cache that is filled with a text, and a function that reads one more token into it."""
-    from transformers import DynamicCache
-
     past = DynamicCache(config=lm.model.config)
 
     @torch.no_grad()
@@ -428,27 +426,42 @@ def test_too_little_memory_for_a_graph_is_no_warning(mixture, replays, monkeypat
     assert not [each for each in recwarn if each.category is KnnlmWarning]
 
 
-# What is captured, and what a family refuses: BLOOM and MPT take no positions.
-FAMILIES = {"llama": True, "qwen3": True, "gpt2": True, "gpt_neox": True, "phi": True, "olmo2": True, "cohere": True}
-FAMILIES |= {"bloom": False, "mpt": False, "gemma3": False, "mistral": False}
+# Layers of a sliding window, models that take no positions, and those that read the lengths of tensors or values.
+WITHOUT = {"mistral", "gemma2", "gemma3", "bloom", "mpt", "gpt_neo", "falcon_sequential", "dbrx"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def read_padded(lm):
+    """The (B, V) logits of each of eight tokens after two texts, one of which is padded."""
+    past, mask = DynamicCache(config=lm.model.config), MASK[[1, 0]]
+    steps = [PADDED[[1, 0]], *(torch.full((2, 1), 9 + step) for step in range(8))]
+    found = []
+    with torch.no_grad():
+        for tokens in steps:
+            if found:
+                mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            texts = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+            accepted = accepted_arguments(type(lm.model).forward)
+            inputs = {name: value for name, value in texts.items() if name in accepted}
+            (logits,) = read_with_graph(
+                ReaderPass(lm, [], True, {**inputs, "past_key_values": past, "use_cache": True})
+            )
+            found.append(logits[:, -1])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [*((family, None) for family in FAMILIES), ("llama", "eager"), ("gpt2", "eager")]
+)
 @pytest.mark.filterwarnings("ignore::knnlm.errors.KnnlmWarning")
 def test_passes_of_each_family_are_those_without_a_graph(replays, monkeypatch, family, attention):
-    if attention == "sdpa" and family in ("bloom", "mpt"):
-        pytest.skip("has no such attention")
-    model = tiny(family)
-    model.set_attn_implementation(attention)
-    lm = CausalLM(model, tiny_tokenizer(), name=family)
-    found = []
-    for captures in (True, False):
-        monkeypatch.setattr(reader_graph, "capturable", lambda _, captures=captures: captures)
-        run, _ = passes(lm, rows=2)
-        found.append(torch.cat([run(9 + step) for step in range(8)]))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    assert (replays.replayed == replayed(8)) == FAMILIES[family]
+    lm = CausalLM(tiny(family), tiny_tokenizer(), name=family)
+    if attention is not None:
+        lm.model.set_attn_implementation(attention)
+    found = read_padded(lm)
+    assert replays.replayed == (0 if family in WITHOUT else replayed(8))
+    monkeypatch.setattr(reader_graph, "capturable", lambda _: False)
+    torch.testing.assert_close(found, read_padded(lm), rtol=1e-4, atol=1e-4)
 
 
 def test_half_precision_is_captured(replays):
