@@ -494,7 +494,14 @@ def test_operations_that_make_the_host_wait_are_refused():
     with reader_graph._RefuseSynchronisation():
         assert tensor[torch.tensor([1, 0])].shape == (2, 3)
         assert torch.where(tensor > 2, tensor, 0).shape == (2, 3)
-        for wait in (lambda: bool(tensor[0, 0]), tensor.nonzero, lambda: tensor[tensor > 2], lambda: tensor.to("meta")):
+        mask = tensor > 2
+        for wait in (
+            lambda: bool(tensor[0, 0]),
+            tensor.nonzero,
+            lambda: tensor[mask],
+            lambda: tensor.__setitem__(mask, torch.ones(3)),
+            lambda: tensor.to("meta"),
+        ):
             with pytest.raises(RuntimeError, match=r"makes the host wait|copies between devices"):
                 wait()
 
@@ -587,7 +594,7 @@ def test_weights_that_are_changed_in_place_are_used(replays):
     assert replays.captured == 1
 
 
-def test_number_of_graphs_is_limited_and_those_of_ended_threads_are_dropped(replays):
+def test_number_of_graphs_is_limited_and_those_that_are_not_used_are_dropped(replays, monkeypatch):
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="many")
 
     def read(rows):
@@ -606,6 +613,12 @@ def test_number_of_graphs_is_limited_and_those_of_ended_threads_are_dropped(repl
     assert len(reader_graphs(lm)) == MAX_GRAPHS
     read(MAX_GRAPHS + 1)
     assert replays.captured == MAX_GRAPHS + 1
+    monkeypatch.setattr(reader_graph, "KEPT_PASSES", 2 * (WARM_RUNS + 2))
+    read(MAX_GRAPHS + 1)
+    assert replays.captured == MAX_GRAPHS + 2
+    assert len(reader_graphs(lm)) == 2  # and the one before it
+    read(1)
+    assert replays.captured == MAX_GRAPHS + 3
     assert replays.pools[0] is None
     assert len({id(pool) for pool in replays.pools[1:]}) == 1
 

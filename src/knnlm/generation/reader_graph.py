@@ -34,6 +34,7 @@ from knnlm.lm.key_layers import KeyLayer
 
 MIN_CAPACITY, MAX_CAPACITY = 256, 8192  # tokens of a text; powers of two
 MAX_GRAPHS = 8  # of a model, of different shapes
+KEPT_PASSES = 1000  # of a model, after which a graph that was not replayed makes room for another
 
 _MAX_CHANGE, _MAX_HALF_CHANGE = 1e-3, 0.02  # of what a pass computes, relative, in float32 and in half precision
 _EMBEDDED, _TOKENS = "inputs_embeds", "input_ids"
@@ -197,12 +198,13 @@ class _Buffers(CacheLayerMixin):
         if _share(layer.keys, self.keys) or _share(layer.values, self.values):
             layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
-    def copy_from(self, layer: DynamicLayer) -> None:
-        """Let the buffers begin with the states of a layer, and clear the rest, which may not be finite."""
+    def copy_from(self, layer: DynamicLayer, *, clear: bool) -> None:
+        """Let the buffers begin with the states of a layer; `clear` the rest, which may not be finite."""
         for tensor, own in ((layer.keys, self.keys), (layer.values, self.values)):
             assert tensor is not None
             own[:, :, : tensor.shape[2]].copy_(tensor)
-            own[:, :, tensor.shape[2] :].zero_()
+            if clear:
+                own[:, :, tensor.shape[2] :].zero_()
 
     def lend(self, layer: DynamicLayer, length: int) -> None:
         """Make the states of a layer the first ones of the buffers."""
@@ -267,7 +269,11 @@ class _Captured:
         positions, mask = given.inputs.get("position_ids"), given.inputs.get("attention_mask")
         self.positions.copy_(self.place if positions is None else positions)
         self.mask.zero_()
-        self.mask[:, 0, 0, :total] = True if mask is None else mask.bool()
+        visible = self.mask[:, 0, 0, :total]
+        if mask is None:
+            visible.fill_(True)
+        else:
+            visible.copy_(mask)
         return total
 
     def _hold(self, layers: Sequence[DynamicLayer]) -> None:
@@ -280,7 +286,7 @@ class _Captured:
             for each in (user, layer):
                 if each is not None and each.is_initialized:
                     own.release(each)
-            own.copy_from(layer)
+            own.copy_from(layer, clear=not held)
         self._users = [ref(layer) for layer in layers]
 
     def replay(self) -> list[Tensor]:
@@ -297,6 +303,9 @@ class _Captured:
         return written
 
 
+_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+
 class _RefuseSynchronisation(TorchDispatchMode):
     """Raises RuntimeError for operations of this thread that make the host wait for the device.
 
@@ -307,7 +316,7 @@ class _RefuseSynchronisation(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, unless its values decide something on the host."""
         waits = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
-        if func.overloadpacket is torch.ops.aten.index:  # which only counts what a mask selects
+        if func.overloadpacket in _INDEXING:  # which counts what a mask selects
             waits = any(each is not None and each.dtype == torch.bool for each in args[1])
         if waits:
             raise RuntimeError(f"{func} makes the host wait for the device")
@@ -323,7 +332,9 @@ class ReaderGraphs:
 
     def __init__(self) -> None:
         self._graphs: dict[_Shape, _Captured] = {}
-        self._passes: Counter[_Shape] = Counter()
+        self._passes: Counter[_Shape] = Counter()  # without a graph
+        self._replays: dict[_Shape, int] = {}  # the last one of each graph, counted over all passes
+        self._count = 0
         self._too_large: set[_Shape] = set()
         self._works = True
 
@@ -334,7 +345,9 @@ class ReaderGraphs:
         """Return what a pass computes, and extend its cache; None: there is no graph of it yet."""
         if shape in self._graphs and not self._graphs[shape].is_valid:
             self.clear()
+        self._count += 1
         if shape in self._graphs:
+            self._replays[shape] = self._count
             return self._graphs[shape].step(given)
         self._passes[shape] += 1
         if not self._works or self._passes[shape] <= WARM_RUNS or shape in self._too_large or not self._has_room():
@@ -347,11 +360,13 @@ class ReaderGraphs:
         self._passes.clear()
 
     def _has_room(self) -> bool:
-        """Whether another graph can be captured; those of threads that have ended are dropped."""
+        """Whether another graph can be captured; those that are not used any more are dropped."""
         if len(self._graphs) >= MAX_GRAPHS:
             living = {thread.ident for thread in threading.enumerate()}
-            for shape in [shape for shape in self._graphs if shape.thread not in living]:
-                del self._graphs[shape]
+            for shape in list(self._graphs):
+                if shape.thread not in living or self._replays[shape] <= self._count - KEPT_PASSES:
+                    del self._graphs[shape]
+                    self._passes[shape] = 0
         return len(self._graphs) < MAX_GRAPHS
 
     def _capture(self, given: ReaderPass, shape: _Shape) -> list[Tensor] | None:
@@ -370,7 +385,7 @@ class ReaderGraphs:
             return None
         expected = given.run()
         if all(_is_same(*pair, captured.dtype) for pair in zip(found, expected, strict=True)):
-            self._graphs[shape] = captured
+            self._graphs[shape], self._replays[shape] = captured, self._count
         else:
             self._give_up(given, "computes something else as a CUDA graph")
         return expected
