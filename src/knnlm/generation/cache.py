@@ -7,11 +7,8 @@ after those of the base model, so that they follow every change of a beam.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -21,13 +18,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from knnlm.errors import ModelError
+from knnlm.generation.reader_graph import ReaderPass, accepted_arguments, read_with_graph
 from knnlm.generation.speculation import crops_caches
-from knnlm.lm.causal import CausalLM, eval_mode
+from knnlm.lm.causal import CausalLM
 from knnlm.lm.shared import BLOCK_INPUT, TopLM
 from knnlm.memories.base import LOGITS, Context, Origin, Source, Span
 from knnlm.mixture.layer import OnlineLayer
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.readers import trunk_of
+from knnlm.mixture.readers import Reading, trunk_of
 from knnlm.mixture.weights import MixturePrediction
 
 _STATE_ATTRIBUTE = "knnlm_state"
@@ -150,16 +148,15 @@ def advance(
     """Append one step to the state, and return the context of the positions to predict."""
     every = {source: own for source, own in keys.items() if source.place != BLOCK_INPUT}
     states = {source: own[:, step.kept].flatten(0, 1) for source, own in every.items()}
-    for reader, model, places, wants_logits in mixture.readers.wanted(mixture.history_lengths):
+    for reading in mixture.readers.wanted(mixture.history_lengths):
+        reader, model = reading.number, reading.model
         if reader:
             past = _reader_cache(state, reader, model) if isinstance(cache, Cache) else None
             trunk = keys[trunk_of(model)] if isinstance(model, TopLM) else None
             inputs = _reader_inputs(model, step, step.encoded.get(reader), past=past, trunk=trunk)
-            others, logits = _run_reader(mixture, model, places, inputs, length=step.tokens.shape[1])
+            others = _run_reader(mixture, reading, inputs, length=step.tokens.shape[1])
             every |= others
             states |= {source: own[:, step.kept].flatten(0, 1) for source, own in others.items()}
-            if wants_logits:
-                states[Source(reader, LOGITS)] = logits[:, step.kept].flatten(0, 1)
     origins = torch.zeros_like(step.tokens) if step.origins is None else step.origins.to(step.tokens)
     state.tokens.append(origins[..., None], step.tokens)
     state.all_given &= step.origins is None
@@ -197,7 +194,7 @@ def _reader_inputs(
     trunk: Tensor | None,  # (B, T, D) states of the language model that stand for the tokens
 ) -> dict[str, Any]:
     """Return what another reader reads at a step."""
-    accepted = _arguments(type(model.model).forward)
+    accepted = accepted_arguments(type(model.model).forward)
     offered: dict[str, Any] = {"past_key_values": past, "use_cache": past is not None}
     if encoded is not None:
         begins = past is None or not past.get_seq_length()
@@ -209,24 +206,13 @@ def _reader_inputs(
     return text | {name: value for name, value in offered.items() if name in accepted and value is not None}
 
 
-def _run_reader(
-    mixture: Mixture, model: CausalLM, places: Sequence[Source], inputs: Mapping[str, Any], *, length: int
-) -> tuple[dict[Source, Tensor], Tensor]:
+def _run_reader(mixture: Mixture, reading: Reading, inputs: Mapping[str, Any], *, length: int) -> dict[Source, Tensor]:
     """Run another reader, and return its (B, T, D) keys and (B, T, V) logits at the last `length` positions."""
-    # Switching every module to evaluation takes as long as one block of a small model, so only where it is needed.
-    mode = eval_mode(model.model) if model.model.training else nullcontext()
-    with mode, ExitStack() as hooks:
-        layers = [mixture.readers.layer(source, model) for source in places]
-        captured = [hooks.enter_context(layer.capture()) for layer in layers]
-        output = model.model(return_dict=True, **inputs)
-    keys = {source: own[-1][:, -length:].float() for source, own in zip(places, captured, strict=True)}
-    return keys, output.logits[:, -length:]
-
-
-@lru_cache(maxsize=16)
-def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a forward method's arguments; cached, because inspecting them at every token is slow."""
-    return frozenset(inspect.signature(forward).parameters)
+    number, model, places, wants_logits = reading
+    layers = [mixture.readers.layer(source, model) for source in places]
+    written = read_with_graph(ReaderPass(model, layers, wants_logits, inputs))
+    sources = [*places, Source(number, LOGITS)] if wants_logits else places
+    return {source: own[:, -length:] for source, own in zip(sources, written, strict=True)}
 
 
 def spans_of(state: MemoryState, step: ForwardStep, layer: OnlineLayer) -> list[Span]:
