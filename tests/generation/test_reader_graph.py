@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from helpers.adapters import random_adapters
 from helpers.graphs import Replays
 from helpers.models import FAMILIES, tiny, tiny_tokenizer
 from helpers.stores import documents
@@ -50,7 +51,7 @@ def replays(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A language model, a decoder of other weights, and one that has only another last block."""
+    """A language model, a decoder of other weights, one that has only another last block, and one of adapters."""
     folder = tmp_path_factory.mktemp("readers")
     top = tiny("llama")
     with torch.no_grad():
@@ -59,6 +60,7 @@ def folder(tmp_path_factory):
     for name, model in (("model", tiny("llama")), ("whole", tiny("llama", seed=3)), ("top", top)):
         model.save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
+    random_adapters(folder / "adapters", tiny("llama"), str(folder / "model"))
     return folder
 
 
@@ -107,7 +109,7 @@ def replayed(steps, captures=1):
     return steps - captures * WARM_RUNS
 
 
-@pytest.mark.parametrize("decoder", ["whole", "top"])
+@pytest.mark.parametrize("decoder", ["whole", "top", "adapters"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"do_sample": True}, {"do_sample": True, "seed": 8}, {"num_beams": 3}, {"num_return_sequences": 3}],

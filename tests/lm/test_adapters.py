@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from helpers.adapters import random_adapters
 from helpers.models import FAMILIES, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.errors import ModelError
@@ -23,26 +24,16 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
-from knnlm.training.lora import Adapters
 
 EXPERTS = {"mixtral", "qwen3_moe"}  # peft gives experts another rank
 IDS = torch.arange(3, 33)[None]
 
 
-def saved(folder, model, *, scale=0.1, seed=0):
+def saved(folder, model, *, seed=0):
     """Save a model and random adapters of it."""
     model.save_pretrained(folder / "base")
     tiny_tokenizer().save_pretrained(folder / "base")
-    other = copy.deepcopy(model)
-    adapters = Adapters(other, rank=2, seed=seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for name, weight in other.named_parameters():
-            if ".lora_B." in name:
-                weight.normal_(std=scale, generator=generator)
-    (folder / "adapters").mkdir()
-    adapters.save(folder / "adapters", str(folder / "base"), weights_fingerprint(model))
-    return folder / "adapters"
+    return random_adapters(folder / "adapters", model, str(folder / "base"), seed=seed)
 
 
 @pytest.fixture

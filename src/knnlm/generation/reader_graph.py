@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from knnlm.errors import KnnlmWarning
-from knnlm.lm.causal import CausalLM, eval_mode
+from knnlm.lm.causal import CausalLM, dynamic_shape_attention, eval_mode
 from knnlm.lm.cuda_graph import WARM_RUNS, CapturedGraph, capture_graph
 from knnlm.lm.key_layers import KeyLayer
 
@@ -69,7 +69,7 @@ class ReaderPass:
         model = self.model.model
         # Switching every module to evaluation takes as long as one block of a small model, so only where it is needed.
         mode = eval_mode(model) if model.training else nullcontext()
-        with mode, ExitStack() as hooks:
+        with mode, dynamic_shape_attention(model.device), ExitStack() as hooks:
             captured = [hooks.enter_context(layer.capture()) for layer in self.layers]
             output = model(return_dict=True, **inputs)
         keys = [own[-1].float() for own in captured]
