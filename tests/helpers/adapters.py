@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from knnlm.lm.fingerprint import weights_fingerprint
+from helpers.models import tiny_tokenizer
+from knnlm.lm.causal import CausalLM
 from knnlm.training.lora import Adapters
 
 
@@ -22,5 +23,5 @@ def random_adapters(folder: Path, model: PreTrainedModel, name: str, *, seed: in
             if ".lora_B." in part:
                 weight.normal_(std=0.1, generator=generator)
     folder.mkdir()
-    adapters.save(folder, name, weights_fingerprint(model))
+    adapters.save(folder, name, CausalLM(model, tiny_tokenizer(), name=name).identity)
     return folder

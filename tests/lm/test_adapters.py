@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 
 import pytest
@@ -15,12 +16,21 @@ from helpers.adapters import random_adapters
 from helpers.models import FAMILIES, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.errors import ModelError
-from knnlm.lm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedLayer, AdapterSet, has_adapters
+from knnlm.lm.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    AdaptedLayer,
+    AdapterSet,
+    base_of,
+    has_adapters,
+)
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference, weights_fingerprint
+from knnlm.lm.loading import write_checksums
 from knnlm.lm.shared import TopLM
 from knnlm.mixture.loader import open_beside
 from knnlm.mixture.mixture import Mixture
+from knnlm.training.adapt import adapt
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
@@ -131,7 +141,12 @@ def test_adapters_that_peft_made_elsewhere_are_opened(base, folder, tmp_path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
         ({"bias": "all"}, "bias is not supported"),
         ({"r": 0}, "rank or scale is missing"),
-        ({"base_model_name_or_path": None}, "do not name their model"),
+        ({"lora_alpha": math.inf}, "rank or scale is missing"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens is not supported"),
+        ({"made_up": 3}, "made_up is not supported"),
+        ({"base_model_name_or_path": None}, "names no model"),
+        ({"base_model_name_or_path": "."}, "belong to themselves"),
         ({"base_model_name_or_path": "./nowhere"}, "adapters of another model, which cannot be opened"),
     ],
 )
@@ -147,10 +162,10 @@ def test_damaged_and_incomplete_weights_are_named(folder):
     tensors = load_file(file)
     first = sorted(name for name in tensors if ".lora_B." in name)[0]
     save_file({name: tensor for name, tensor in tensors.items() if name != first}, file)
-    with pytest.raises(ModelError, match=r"incomplete: .*lora_B"):
+    with pytest.raises(ModelError, match=r"has no .*lora_B"):
         AdapterSet.read(folder)
     save_file({**tensors, "extra": torch.zeros(2)}, file)
-    with pytest.raises(ModelError, match="other tensors than"):
+    with pytest.raises(ModelError, match="other tensors than the matrices of layers: extra"):
         AdapterSet.read(folder)
     file.write_bytes(b"no tensors")
     with pytest.raises(ModelError, match="cannot be read"):
@@ -168,6 +183,74 @@ def test_a_base_that_was_changed_is_refused(folder):
     adapters.matrices[name] = a[:, 1:], b
     with pytest.raises(ModelError, match=r"has the shape .*, but the adapters"):
         adapters.beside(tiny("llama"))
+
+
+def test_a_base_with_another_configuration_or_tokenizer_is_refused(base, folder):
+    other = copy.deepcopy(base.model)
+    other.config.rope_parameters["rope_theta"] = 77.0
+    wrong = CausalLM(other, tiny_tokenizer(), name=base.name)
+    beside = open_beside(wrong, str(folder), dtype="auto")  # merged into the model that they name
+    assert not any(isinstance(module, AdaptedLayer) for module in beside.model.modules())
+    other.save_pretrained(folder.parent / "base")
+    with pytest.raises(ModelError, match="has another rope_parameters than the model that the adapters"):
+        CausalLM.open(str(folder), device="cpu")
+
+
+def test_recorded_identity_holds_for_these_weights_only(folder):
+    merged = CausalLM.open(str(folder), device="cpu")
+    other = CausalLM(copy.deepcopy(merged.model), tiny_tokenizer(), name="other")
+    assert identity_difference(merged.identity, other.identity) is None
+    changed = CausalLM(copy.deepcopy(merged.model), tiny_tokenizer(), name="changed")
+    with torch.no_grad():
+        next(changed.model.parameters()).mul_(2)
+    assert identity_difference(merged.identity, changed.identity)[0] == "weights"
+
+
+def test_adapters_that_change_nothing_are_the_model(base, folder):
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    zero = {name: tensor * (".lora_A." in name) for name, tensor in tensors.items()}
+    save_file(zero, folder / ADAPTER_WEIGHTS)
+    beside = open_beside(base, str(folder), dtype="auto")
+    assert identity_difference(beside.identity, base.identity) is None
+
+
+def test_adapters_of_tied_embeddings_are_refused(tmp_path, folder):
+    model = tiny("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    base = CausalLM(model, tiny_tokenizer(), name="tied")
+    tensors = {
+        "base_model.model.lm_head.lora_A.weight": torch.ones(2, base.width),
+        "base_model.model.lm_head.lora_B.weight": torch.ones(base.vocab_size, 2),
+    }
+    save_file(tensors, folder / ADAPTER_WEIGHTS)
+    with pytest.raises(ModelError, match=r"lm_head of .* shares its weights with the embeddings"):
+        AdapterSet.read(folder).beside(model)
+
+
+def test_checksums_are_verified_before_adapters_are_read(base, folder):
+    write_checksums(folder, without="none")
+    with (folder / ADAPTER_WEIGHTS).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ModelError, match="checksum mismatch"):
+        open_beside(base, str(folder), dtype="auto")
+
+
+def test_the_base_may_have_moved_where_it_is_given(folder, tmp_path):
+    (folder.parent / "base").rename(tmp_path / "moved")
+    base = CausalLM.open(str(tmp_path / "moved"), device="cpu")
+    beside = open_beside(base, str(folder), dtype="auto")
+    assert any(isinstance(module, AdaptedLayer) for module in beside.model.modules())
+    with pytest.raises(ModelError, match="adapters of another model, which cannot be opened"):
+        CausalLM.open(str(folder), device="cpu")
+
+
+def test_relative_name_of_the_base_is_that_of_a_folder_beside_the_adapters(folder, monkeypatch, tmp_path):
+    path = folder / ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "../base"}))
+    monkeypatch.chdir(tmp_path.parent)
+    assert base_of(folder) == str((folder.parent / "base").resolve())
+    CausalLM.open(str(folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +285,17 @@ def test_only_the_last_blocks_run_again_where_only_they_have_adapters(decoders):
     assert isinstance(top, TopLM)
     assert top.first == 2
     assert Mixture.open(place / "all", lm, lmbda=0.7).readers.tops.get(1) is None
+
+
+@pytest.mark.parametrize("memories", ["knn,decoder=decoder", "decoder=decoder,knn"])
+def test_store_of_adapters_keys_is_read_beside_the_model(model_folder, tmp_path, memories):
+    lm = CausalLM.open(str(model_folder), device="cpu")
+    config = DecoderConfig(lora=2, epochs=1, batch_tokens=256, learning_rate=1e-2, context=64)
+    adapt(documents(14, words=24), tmp_path / "adapted", lm=lm, held_out=documents(3, start=60), config=config)
+    mixture = Mixture.open(tmp_path / "adapted", lm, memories=memories, use_tuned=False)
+    assert len(mixture.readers.models) == 2
+    own = {id(weight) for weight in lm.model.parameters()}
+    others = [name for name, weight in mixture.readers.models[1].model.named_parameters() if id(weight) not in own]
+    assert all(name.endswith((".a", ".b")) for name in others)
+    tuned = Mixture.open(tmp_path / "adapted", lm)
+    assert tuned.evaluate(documents(3, start=60)).perplexity < tuned.evaluate(documents(3, start=60)).base_perplexity

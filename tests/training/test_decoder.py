@@ -614,14 +614,14 @@ def test_interruption_anywhere_leaves_a_consistent_state(small, initial, tmp_pat
     assert replace(card, seconds=0) == replace(whole, seconds=0)
 
 
-def test_steps_before_the_last_checkpoint_are_not_repeated_if_publishing_failed(small, initial, tmp_path, monkeypatch):
+def test_finished_training_is_not_repeated_if_publishing_failed(small, initial, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space")
 
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "_publish", full)
         with pytest.raises(OSError, match="no space"):
-            fit_decoder(small[0], initial, tmp_path / "out", held_out=0.2, checkpoint_every=0, **QUICK)
+            fit_decoder(small[0], initial, tmp_path / "out", held_out=0.2, **QUICK)
     steps = []
 
     @contextmanager
@@ -841,20 +841,28 @@ def test_invalid_settings_and_texts_are_refused(small, lm, initial, tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "epochs", "right"),
     [
-        (455_774, 3, 4096), (1_490_000, 3, 8192), (2_240_000, 3, 16_384), (10**8, 3, 16_384), (100, 1, 2048),
-        (4096 * 100, 3, 4096), (4096 * 100 - 1, 3, 2048),
+        (455_774, 3, 4096), (1_490_000, 3, 8192), (2_240_000, 3, 16_384), (10**8, 3, 16_384), (100, 1, 512),
+        (4096 * 100, 3, 4096), (4096 * 100 - 1, 3, 2048), (51_199, 3, 512),
     ],
 )  # fmt: skip
 def test_default_batch_size_gives_three_hundred_steps(tokens, epochs, right):
     text = TokenStream(np.zeros(tokens, np.int8), np.array([0, tokens]))
     assert decoder_trainer.default_batch_tokens(text, epochs) == right
-    assert right == 2048 or tokens * epochs / right >= 300
+    assert right == 512 or tokens * epochs / right >= 300
     assert right == 16_384 or tokens * epochs / (2 * right) < 300
 
 
 def test_card_records_the_default_batch_size(small, initial, tmp_path):
     card = fit_decoder(small[0], initial, tmp_path / "out", epochs=1, device="cpu")
-    assert card.settings["batch_tokens"] == 2048
+    assert card.settings["batch_tokens"] == 512
+
+
+def test_finished_decoder_is_found_where_the_default_batch_size_has_changed(small, initial, tmp_path, monkeypatch):
+    card = fit_decoder(small[0], initial, tmp_path / "out", epochs=1, device="cpu")
+    monkeypatch.setattr(decoder_trainer, "_MIN_BATCH_TOKENS", 1024)
+    assert fit_decoder(small[0], initial, tmp_path / "out", epochs=1, device="cpu") == card
+    with pytest.raises(DatastoreError, match="another batch tokens"):
+        fit_decoder(small[0], initial, tmp_path / "out", epochs=1, batch_tokens=1024, device="cpu")
 
 
 def test_finished_decoder_of_any_precision_is_reused_unless_one_is_given(small, initial, tmp_path):

@@ -173,7 +173,7 @@ def test_adapters_are_saved_without_a_connection(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", connect)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Adapters(tiny("llama"), rank=2, seed=0).save(tmp_path, "owner/name-on-a-hub", {})
+        Adapters(tiny("llama"), rank=2, seed=0).save(tmp_path, "owner/name-on-a-hub", {"weights": {}})
     assert (tmp_path / ADAPTER_CONFIG).is_file()
 
 

@@ -93,6 +93,13 @@ def test_best_rate_goes_on_until_an_epoch_hardly_helps():
     assert next_piece(RATE, 3, trials(*better, (2e-3, 3.0, 3.8))) is None
 
 
+def test_epochs_of_one_step_are_no_reason_to_stop():
+    """Half an epoch has as many steps as a whole one then, so that both have the same loss."""
+    first = [(2e-3, 0.5, 4.5), (4e-3, 0.5, 6.0), (1e-3, 0.5, 5.0)]
+    assert next_piece(RATE, 3, trials(*first, (2e-3, 1.0, 4.5))) == Piece.until(2e-3, 2, after=1)
+    assert next_piece(RATE, 3, trials(*first, (2e-3, 1.0, 4.5), (2e-3, 2.0, 4.5))) is None
+
+
 def test_no_rate_goes_on_where_all_diverge():
     tried = [(RATE / 2**number, 0.5, math.inf) for number in range(MAX_RATES)]
     assert next_piece(RATE, 3, trials(*tried[:2])) == Piece.until(RATE / 4, 0.5)

@@ -21,22 +21,71 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from knnlm.errors import ModelError
-from knnlm.lm.fingerprint import same_weights, set_fingerprint, weights_fingerprint
+from knnlm.lm.fingerprint import (
+    config_difference,
+    identity_difference,
+    relevant_config,
+    same_weights,
+    set_fingerprint,
+    weights_fingerprint,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-BASE_WEIGHTS = "knnlm_base_weights"  # in the metadata of the weights: the fingerprint of the base model
+BASE_IDENTITY = "knnlm_base"  # in the metadata of the weights: the identity of the base model
 
 _PREFIX = "base_model.model."
 _ENDS = (".lora_A.weight", ".lora_B.weight")
-_UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "bias")  # where set, but for bias: none
+# Fields of peft's configuration that are read, or do not change what the adapters compute; others must not be set.
+_KNOWN = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+}
+_INITIAL_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")  # others change the weights of the model
+
+
+class UnsupportedAdapters(ModelError):
+    """Adapters of a kind that is not read."""
 
 
 def has_adapters(name: str | Path) -> bool:
     """Whether a folder contains adapters instead of a model."""
     return (Path(name) / ADAPTER_CONFIG).is_file()
+
+
+def base_of(folder: str | Path) -> str:
+    """Return the name of the model that the adapters in a folder belong to; a path is absolute."""
+    return _base(Path(folder), _read_config(Path(folder)))
+
+
+def final_base(name: str) -> str:
+    """Return the name of a model that is no adapters: the base of the base and so on, or the name itself."""
+    seen = []
+    while has_adapters(name):
+        if (place := Path(name).resolve()) in seen:
+            raise ModelError(f"The adapters in {name} belong to themselves: {ADAPTER_CONFIG} names no other model.")
+        seen.append(place)
+        name = base_of(name)
+    return name
 
 
 @dataclass(frozen=True)
@@ -45,7 +94,7 @@ class AdapterSet:
 
     folder: Path
     base: str  # the name of the model
-    base_weights: dict[str, str] | None  # its fingerprint; None: not recorded
+    identity: dict[str, Any] | None  # that of the base; None: not recorded
     matrices: dict[str, tuple[Tensor, Tensor]]  # A (r, in) and scaled B (out, r) of each layer, by its name
     digest: str
 
@@ -53,42 +102,47 @@ class AdapterSet:
     def read(cls, folder: str | Path) -> AdapterSet:
         """Read and validate a folder."""
         folder = Path(folder)
+        config = _read_config(folder)
+        if problem := _problem(config):
+            raise UnsupportedAdapters(f"The adapters in {folder} cannot be used: {problem}.")
+        file = folder / ADAPTER_WEIGHTS
         try:
-            config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-            tensors, metadata = _read_tensors(folder / ADAPTER_WEIGHTS)
-            recorded = metadata.get(BASE_WEIGHTS)
-            base_weights = None if recorded is None else dict(json.loads(recorded))
+            tensors, metadata = _read_tensors(file)
+            recorded = metadata.get(BASE_IDENTITY)
+            identity = None if recorded is None else dict(json.loads(recorded))
         except Exception as error:  # errors of safetensors have no common root
-            raise ModelError(f"The adapters in {folder} cannot be read: {' '.join(str(error).split())[:200]}") from None
-        problem = _problem(config)
-        if problem:
-            raise ModelError(f"The adapters in {folder} cannot be used: {problem}.")
-        rank, alpha = config["r"], config["lora_alpha"]
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            raise ModelError(
+                f"{file} cannot be read ({' '.join(str(error).split())[:200]}). Restore it from a copy, or train the "
+                "adapters again."
+            ) from None
+        scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
         names = [name.removeprefix(_PREFIX).removesuffix(_ENDS[0]) for name in tensors if name.endswith(_ENDS[0])]
-        try:
-            matrices = {
-                name: (tensors[f"{_PREFIX}{name}{_ENDS[0]}"], scale * tensors[f"{_PREFIX}{name}{_ENDS[1]}"])
-                for name in names
-            }
-        except KeyError as error:
-            raise ModelError(f"The adapters in {folder} are incomplete: {error} is missing.") from None
-        if not names or len(tensors) != 2 * len(names):
-            raise ModelError(f"{folder / ADAPTER_WEIGHTS} has other tensors than the matrices A and B of layers.")
-        return cls(folder, config["base_model_name_or_path"], base_weights, matrices, _digest(matrices))
+        known = {f"{_PREFIX}{name}{end}" for name in names for end in _ENDS}
+        if not names or known != tensors.keys():
+            other = min(known ^ tensors.keys(), default="the matrices")
+            what = "has no" if other in known or not names else "has other tensors than the matrices of layers:"
+            raise UnsupportedAdapters(f"{file} {what} {other}.")
+        first, second = ([tensors[f"{_PREFIX}{name}{end}"] for name in names] for end in _ENDS)
+        matrices = {name: (a, scale * b) for name, a, b in zip(names, first, second, strict=True)}
+        return cls(folder, _base(folder, config), identity, matrices, _digest(matrices))
 
-    def belongs_to(self, weights: Mapping[str, Any], name: str) -> bool:
-        """Whether a model with this fingerprint and name is the base."""
-        return name == self.base if self.base_weights is None else same_weights(self.base_weights, dict(weights))
+    def belongs_to(self, identity: Mapping[str, Any], name: str) -> bool:
+        """Whether a model with this identity and name is the base."""
+        if self.identity is None:
+            return name == self.base
+        return identity_difference(self.identity, identity) is None
 
     def merge(self, model: PreTrainedModel) -> None:
         """Add the adapters to the weights of their base model, in place."""
         weights = weights_fingerprint(model)
-        if not self.belongs_to(weights, self.base):
-            raise ModelError(
-                f"{self.base} has other weights than the model that the adapters in {self.folder} were trained for. "
-                "Restore that model, or train the adapters again."
-            )
+        if self.identity is not None:
+            field = config_difference(self.identity["config"], relevant_config(model))
+            changed = "other weights" if not same_weights(self.identity["weights"], weights) else f"another {field}"
+            if field is not None or changed == "other weights":
+                raise ModelError(
+                    f"{self.base} has {changed} than the model that the adapters in {self.folder} were trained for. "
+                    "Restore that model, or train the adapters again."
+                )
         with torch.no_grad():
             for name, (a, b) in self.matrices.items():
                 weight = self._layer(model, name, a, b).weight
@@ -99,32 +153,41 @@ class AdapterSet:
     def beside(self, base: PreTrainedModel) -> PreTrainedModel:
         """Return a model with the tensors of its base and the adapters beside them."""
         shared: dict[int, Any] = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
-        model = copy.deepcopy(base, shared)
+        model: PreTrainedModel = copy.deepcopy(base, shared).eval()
         for name, (a, b) in self.matrices.items():
             layer = self._layer(model, name, a, b)
             parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, AdaptedLayer(layer, a.to(layer.weight), b.to(layer.weight)))
+            own = (matrix.to(layer.weight.device, model.dtype) for matrix in (a, b))
+            setattr(model.get_submodule(parent), last, AdaptedLayer(layer, *own))
         self._mark(model, weights_fingerprint(base))
         return model
 
     def _layer(self, model: PreTrainedModel, name: str, a: Tensor, b: Tensor) -> Any:
-        """Return a layer of the base model; raise ModelError if it has another shape than the adapters."""
+        """Return a layer of the base model; raise ModelError if the adapters cannot be those of this layer."""
         try:
             layer = model.get_submodule(name)
         except AttributeError:
             raise ModelError(f"{self.base} has no layer {name}, for which {self.folder} has adapters.") from None
-        shape = tuple(getattr(layer, "weight", a).shape)
-        wanted = (a.shape[1], b.shape[0]) if _is_transposed(model, name) else (b.shape[0], a.shape[1])
+        weight: Any = getattr(layer, "weight", a)
+        shape, wanted = tuple(weight.shape), (b.shape[0], a.shape[1])
+        wanted = wanted[::-1] if _is_transposed(model, name) else wanted
         if shape != wanted:
             raise ModelError(
                 f"The layer {name} of {self.base} has the shape {shape}, but the adapters in {self.folder} are for "
                 f"{wanted}."
             )
+        if not weight.is_floating_point() or weight is getattr(model.get_input_embeddings(), "weight", None):
+            kind = "shares its weights with the embeddings" if weight.is_floating_point() else "is quantised"
+            raise UnsupportedAdapters(
+                f"The adapters in {self.folder} cannot be used: the layer {name} of {self.base} {kind}."
+            )
         return layer
 
     def _mark(self, model: PreTrainedModel, base: Mapping[str, str]) -> None:
+        """Record that the model is its base with the adapters; adapters that change nothing leave it its base."""
         hashes = {dtype: hashlib.sha256(f"{own} {self.digest}".encode()) for dtype, own in base.items()}
-        set_fingerprint(model, {dtype: each.hexdigest()[:16] for dtype, each in hashes.items()})
+        changes = any(bool(b.any()) for _, b in self.matrices.values())
+        set_fingerprint(model, {dtype: each.hexdigest()[:16] for dtype, each in hashes.items()} if changes else base)
 
 
 class AdaptedLayer(nn.Module):
@@ -153,16 +216,35 @@ def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
 
 
-def _problem(config: Any) -> str | None:
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of adapters that name their model."""
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config["base_model_name_or_path"], str):
+            raise ValueError("it names no model")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG} cannot be read ({error}). Restore it from a copy, or train the adapters again."
+        ) from None
+    return config  # type: ignore[no-any-return]
+
+
+def _base(folder: Path, config: Mapping[str, Any]) -> str:
+    name: str = config["base_model_name_or_path"]
+    found = next((place for place in (folder / name, Path(name)) if place.exists()), None)
+    return name if found is None else str(found.resolve())
+
+
+def _problem(config: Mapping[str, Any]) -> str | None:
     """Return why adapters with this configuration cannot be used."""
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    if config.get("peft_type") != "LORA":
         return "they are not of the type LORA"
-    if not isinstance(config.get("base_model_name_or_path"), str):
-        return "they do not name their model"
     numbers = config.get("r"), config.get("lora_alpha")
-    if not all(isinstance(value, (int, float)) and value > 0 for value in numbers):
+    if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in numbers):
         return "their rank or scale is missing"
-    used = [name for name in _UNSUPPORTED if config.get(name) not in (None, False, {}, [], "none")]
+    if config.get("init_lora_weights", True) not in _INITIAL_WEIGHTS:
+        return f"init_lora_weights {config['init_lora_weights']!r} is not supported"
+    used = [name for name, value in config.items() if name not in _KNOWN and value not in (None, False, {}, [], "none")]
     return f"{used[0]} is not supported" if used else None
 
 

@@ -40,16 +40,19 @@ _IGNORED_CONFIG = {
 
 
 def set_fingerprint(model: PreTrainedModel, hashes: Mapping[str, str]) -> None:
-    """Record the hashes of a model whose weights do not tell exactly what it was made from."""
-    setattr(model, _FINGERPRINT, dict(hashes))
+    """Record the hashes of a model whose weights differ by rounding where it is made; they hold for these weights."""
+    setattr(model, _FINGERPRINT, (dict(hashes), _hashes(model)))
 
 
 def weights_fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """Return a hash of an even sample of every weight, for each precision, or what was recorded for the model."""
-    import torch
+    """Return a hash of an even sample of every weight, for each precision, or what was recorded for these weights."""
+    found = _hashes(model)
+    recorded, of = getattr(model, _FINGERPRINT, (found, found))
+    return dict(recorded) if same_weights(of, found) else found
 
-    if (recorded := getattr(model, _FINGERPRINT, None)) is not None:
-        return dict(recorded)
+
+def _hashes(model: PreTrainedModel) -> dict[str, str]:
+    import torch
 
     hashes = {name: hashlib.sha256() for name in _DTYPES}
     for name, weight in sorted(model.named_parameters()):

@@ -20,7 +20,7 @@ import torch
 
 from knnlm.errors import KnnlmError, MissingExtra, ModelError, ParameterError
 from knnlm.io import cache_folder, checksum
-from knnlm.lm.adapters import AdapterSet, has_adapters
+from knnlm.lm.adapters import AdapterSet, final_base, has_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SequenceFeatureExtractor
@@ -79,12 +79,14 @@ def _load_adapted(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the base model of adapters with the adapters merged into it, and its tokenizer."""
     verify_checksums(folder)
+    final_base(str(folder))  # there is one
     adapters = AdapterSet.read(folder)
     try:
-        # In float32, so that the sum is rounded once.
-        model, tokenizer = load_model(adapters.base, dtype=torch.float32 if dtype else None, encoder=encoder)
+        model, tokenizer = load_model(adapters.base, encoder=encoder)
     except ModelError as error:
         raise ModelError(f"{folder} has adapters of another model, which cannot be opened. {error}") from None
+    if dtype == torch.float32:
+        model.float()
     adapters.merge(model)
     return model.to(dtype) if dtype else model, tokenizer  # type: ignore[arg-type]
 
@@ -110,7 +112,7 @@ def load_feature_extractor(name: str) -> SequenceFeatureExtractor:
     from transformers import AutoFeatureExtractor
 
     try:
-        extractor: SequenceFeatureExtractor = AutoFeatureExtractor.from_pretrained(name)
+        extractor: SequenceFeatureExtractor = AutoFeatureExtractor.from_pretrained(final_base(name))
     except Exception as error:  # errors of transformers have no common root
         raise _cannot_open(name, error) from error
     return extractor
@@ -130,7 +132,7 @@ def load_config(name: str) -> PreTrainedConfig | None:
     if name == BUNDLED or name.endswith(".gguf"):
         return None
     if has_adapters(name):
-        return load_config(AdapterSet.read(name).base)
+        return load_config(final_base(name))
     from transformers import AutoConfig
 
     try:

@@ -372,7 +372,9 @@ class _Loader:
             if wrong[0] in token_fields(store.model, self.lm.identity):
                 raise _mismatch(store, self.lm, *wrong)
             try:
-                reader = open_reader(store, device=str(self.lm.device), dtype=self.options.dtype)
+                layer = {"key_layer": store.model["key_layer"], "layer": store.model["layer"]}
+                reader = open_adapters_beside(self.lm, reader_name(store), dtype=self.options.dtype, **layer)
+                reader = reader or open_reader(store, device=str(self.lm.device), dtype=self.options.dtype)
             except ModelError as error:
                 raise _mismatch(store, self.lm, *wrong, more=f" ({error})") from None
             check_model(store, reader)
@@ -423,19 +425,16 @@ def _check_decoder_folder(path: str) -> None:
         what = (
             f"a store: name it as knn={path}"
             if (folder / CATALOG_FILE).is_file()
-            else "no model: it has no config.json"
+            else "no model: it has neither config.json nor adapter_config.json"
         )
         raise ParameterError(f"The folder {path} contains {what}.")
 
 
 def open_beside(lm: CausalLM, name: str, *, dtype: str) -> CausalLM:
     """Open a second model that reads the texts of a language model, and their sources in the same languages."""
+    if (adapted := open_adapters_beside(lm, name, dtype=dtype)) is not None:
+        return adapted
     if not has_encoder(name):
-        if has_adapters(name) and not lm.has_encoder and choose_dtype(dtype, lm.device) == lm.model.dtype:
-            verify_checksums(Path(name))
-            adapters = AdapterSet.read(name)
-            if adapters.belongs_to(lm.identity["weights"], lm.name):
-                return CausalLM(adapters.beside(lm.model), lm.tokenizer, name=str(Path(name).resolve()))
         return CausalLM.open(name, device=str(lm.device), dtype=dtype)
     if not lm.has_encoder:
         raise ParameterError(
@@ -446,6 +445,20 @@ def open_beside(lm: CausalLM, name: str, *, dtype: str) -> CausalLM:
         return open_lm(name, device=str(lm.device), dtype=dtype, **lm.languages)
     except ParameterError as error:  # of the languages, which the user has not chosen for this model
         raise ModelMismatch(f"{name} cannot be mixed with {lm.name}: {error}") from None
+
+
+def open_adapters_beside(
+    lm: CausalLM, name: str, *, dtype: str, key_layer: str | None = None, layer: int = -1
+) -> CausalLM | None:
+    """Open adapters of a language model as a second model with the same weights; None for another model or dtype."""
+    if not has_adapters(name) or lm.has_encoder or choose_dtype(dtype, lm.device) != lm.model.dtype:
+        return None
+    verify_checksums(Path(name))
+    adapters = AdapterSet.read(name)
+    if not adapters.belongs_to(lm.identity, lm.name):
+        return None
+    model, full_name = adapters.beside(lm.model), str(Path(name).resolve())
+    return CausalLM(model, lm.tokenizer, name=full_name, key_layer=key_layer, layer=layer)
 
 
 def open_reader(store: Datastore, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> CausalLM:

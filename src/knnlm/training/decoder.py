@@ -38,6 +38,7 @@ from knnlm.training.decoder_trainer import DecoderConfig, DecoderTrainer
 from knnlm.training.initial_model import InitialModel, freeze_first_blocks
 from knnlm.training.lora import Adapters, require_peft
 from knnlm.training.selecting_trainer import SelectingTrainer
+from knnlm.training.selection import SELECTION_RULES
 from knnlm.training.teacher import Teacher
 from knnlm.training.trainer import (
     CHECKPOINT,
@@ -80,9 +81,8 @@ def train_decoder(
         require_peft()
     where = choose_device(device)
     config = config or DecoderConfig()
-    automatic = {
-        name for name, value in (("precision", config.precision), ("packed", config.packed)) if value in ("auto", None)
-    }
+    chosen = {"precision": config.precision, "packed": config.packed, "batch_tokens": config.batch_tokens}
+    automatic = {"selection_rules", *(name for name, value in chosen.items() if value in ("auto", None))}
     stream = _read_stream(text, initial.lm)
     _check_pairs(stream, initial, config)
     config = config.resolve(stream, initial, where)
@@ -104,8 +104,9 @@ def train_decoder(
             checkpoint = Checkpoint(work / CHECKPOINT, settings, every=checkpoint_every)
             with _scalar_writer(work, tensorboard) as watch:
                 trainer.run(checkpoint, work / CURVE, progress=progress, watch=watch)
-            card = _card(initial, trainer, targets, settings, read_curve(work / CURVE))
-            _publish(work, folder, trainer.finish(), initial, card, adapters)
+            with trainer.saved_on_failure(checkpoint):
+                card = _card(initial, trainer, targets, settings, read_curve(work / CURVE))
+                _publish(work, folder, trainer.finish(), initial, card, adapters)
         shutil.rmtree(work)
     return load_card(folder)
 
@@ -168,6 +169,8 @@ def _settings(
     metadata = {} if targets is None else targets.metadata
     options = {name: (value or None) if name in _OPTIONAL else value for name, value in asdict(config).items()}
     del options["compile"]  # changes the result by rounding only
+    if config.select:
+        options["selection_rules"] = SELECTION_RULES
     return {
         "text": text.fingerprint,
         "document_boundaries": text.boundaries_fingerprint,
@@ -299,13 +302,17 @@ def _publish(
     adapters: Adapters | None,
 ) -> None:
     """Write the finished decoder into the work folder and move it into place in one step."""
-    finished, weights = work / _FINISHED, initial.lm.identity["weights"]
+    finished = work / _FINISHED
     shutil.rmtree(finished, ignore_errors=True)
     with translate_os_errors(folder):
         finished.mkdir()
         try:
             # Those of other models have weights beside them that are stored nowhere else.
-            if adapters is None or not initial.is_pretrained or not adapters.save(finished, initial.spec, weights):
+            alone = adapters is not None and initial.is_pretrained
+            if adapters is not None and alone and not adapters.save(finished, initial.spec, initial.lm.identity):
+                card.notes.append("Adapters of such layers cannot be stored alone: the model is stored as a whole.")
+                alone = False
+            if not alone:
                 model = model if adapters is None else adapters.merge()
                 model.eval().save_pretrained(finished)
         except SafetensorError as error:

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from knnlm.errors import KnnlmWarning, ParameterError
+from knnlm.errors import DatastoreError, KnnlmWarning, ParameterError
 from knnlm.lm.windows import WindowShape
 from knnlm.progress import Advance, Progress, duration, note
 from knnlm.training.data import TokenStream, TrainingBatch, TrainingBatches, count_targets
@@ -254,6 +254,16 @@ class DecoderTrainer:
         except KeyboardInterrupt:
             if not self._is_torn:
                 save()
+            raise
+
+    @contextmanager
+    def saved_on_failure(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Save a checkpoint of the finished training if what follows it fails or is stopped."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError, DatastoreError):  # the first error tells more
+                checkpoint.save(self._checkpointed(), asdict(self.state))
             raise
 
     @property

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from knnlm.errors import MissingExtra, ModelError
-from knnlm.lm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_WEIGHTS, AdapterSet
+from knnlm.lm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_IDENTITY, AdapterSet, UnsupportedAdapters
 from knnlm.lm.layers import layer_list, layer_list_path
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class Adapters:
                     f"{type(model).__name__} cannot be trained with lora ({error}). Train all of its weights."
                 ) from None
 
-    def save(self, folder: Path, base_model: str, base_weights: Mapping[str, str]) -> bool:
-        """Write the adapters in the format of peft, with the name and the fingerprint of their model.
+    def save(self, folder: Path, base_model: str, base_identity: Mapping[str, Any]) -> bool:
+        """Write the adapters in the format of peft, with the name and the identity of their model.
 
         Return whether `knnlm.lm.adapters` can open them; else nothing is written, as with some mixtures of experts.
         """
@@ -82,11 +82,11 @@ class Adapters:
         save_file(
             {name: value.contiguous().cpu() for name, value in named.items()},
             folder / ADAPTER_WEIGHTS,
-            {"format": "pt", BASE_WEIGHTS: json.dumps(dict(base_weights))},
+            {BASE_IDENTITY: json.dumps(dict(base_identity), sort_keys=True)},
         )
         try:
             AdapterSet.read(folder)
-        except ModelError:
+        except UnsupportedAdapters:
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                 (folder / name).unlink()
             return False

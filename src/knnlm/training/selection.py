@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+SELECTION_RULES = 2  # their number: a selection goes on by the rules that it began with
 FIRST = 0.5  # epochs for which each rate is tried
 DECAY = 1 / 3  # of a training, in which its rate falls
 MAX_RATES = 5
@@ -77,7 +78,8 @@ def next_piece(rate: float, max_epochs: int, trials: Sequence[Trial]) -> Piece |
         return Piece.until(others[0].learning_rate, 1)
     winner = min(once.values(), key=lambda trial: trial.loss)
     *_, before, last = [best, winner, *(trial for trial in tried if trial.epochs > 1)]
-    if not before.loss - last.loss > WORTHWHILE or last.epochs >= max_epochs:
+    same = last.epochs == 1 and last.loss == before.loss  # half an epoch has as many steps: one
+    if not (same or before.loss - last.loss > WORTHWHILE) or last.epochs >= max_epochs:
         return None
     assert winner.learning_rate is not None
     return Piece.until(winner.learning_rate, last.epochs + 1, after=last.epochs)
