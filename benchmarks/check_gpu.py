@@ -358,13 +358,13 @@ class Checks:
         assert replays == 4, f"{replays} of 4 steps were captured"
         return f"{replays} graphs"
 
-    def replayed_readers(self) -> str:
+    def replayed_passes(self) -> str:
         """Generation with the passes of a decoder, and of the last block of one, as CUDA graphs, and without."""
         if self.device.type != "cuda":
             return "needs a GPU"
         from helpers.models import tiny, tiny_tokenizer
         from knnlm.corpus import Document
-        from knnlm.generation import reader_graph
+        from knnlm.generation import model_graph
         from knnlm.generation.causal import KnnForCausalLM
         from knnlm.ingest.build import build
         from knnlm.lm.causal import CausalLM
@@ -379,7 +379,7 @@ class Checks:
         ids = torch.tensor([[1, 5, 9, 7, 30, 11], [0, 0, 0, 1, 6, 10]], device=self.device)
         padded = {"attention_mask": (ids > 0).long()}
         graphs = 0
-        smallest, reader_graph.MIN_CAPACITY = reader_graph.MIN_CAPACITY, 32  # the texts outgrow it
+        smallest, model_graph.MIN_CAPACITY = model_graph.MIN_CAPACITY, 32  # the texts outgrow it
         for model in (whole, top):
             with tempfile.TemporaryDirectory() as folder:
                 for part in (model, tiny_tokenizer()):
@@ -389,7 +389,7 @@ class Checks:
             reader = mixture.readers.tops[1] or mixture.readers.models[1]
             found = []
             for captures in (True, False):
-                reader_graph.WARM_RUNS = 2 if captures else 1 << 30
+                model_graph.WARM_RUNS = 2 if captures else 1 << 30
                 for texts, settings in ((ids[:1], {}), (ids, padded), (ids[:1], {"num_beams": 3})):
                     written = KnnForCausalLM(mixture).generate(
                         texts,
@@ -402,12 +402,12 @@ class Checks:
                         return_dict_in_generate=True,
                     )
                     found.append((written.sequences, torch.stack(written.logits)))
-                graphs += len(reader_graph.reader_graphs(reader))
-                reader_graph.reader_graphs(reader).clear()
+                graphs += len(model_graph.model_graphs(reader))
+                model_graph.model_graphs(reader).clear()
             for (tokens, logits), (right, expected) in zip(found[:3], found[3:], strict=True):
                 assert torch.equal(tokens, right)
                 torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        reader_graph.WARM_RUNS, reader_graph.MIN_CAPACITY = 2, smallest
+        model_graph.WARM_RUNS, model_graph.MIN_CAPACITY = 2, smallest
         assert graphs == 12, f"{graphs} of 12 passes were captured"
         return f"{graphs} graphs"
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from knnlm.errors import ModelError
-from knnlm.generation.reader_graph import ReaderPass, accepted_arguments, read_with_graph
+from knnlm.generation.model_graph import ModelPass, accepted_arguments, read_with_graph
 from knnlm.generation.speculation import crops_caches
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.shared import BLOCK_INPUT, TopLM
@@ -210,7 +210,7 @@ def _run_reader(mixture: Mixture, reading: Reading, inputs: Mapping[str, Any], *
     """Run another reader, and return its (B, T, D) keys and (B, T, V) logits at the last `length` positions."""
     number, model, places, wants_logits = reading
     layers = [mixture.readers.layer(source, model) for source in places]
-    written = read_with_graph(ReaderPass(model, layers, wants_logits, inputs))
+    written = read_with_graph(ModelPass(model, layers, wants_logits, inputs))
     sources = [*places, Source(number, LOGITS)] if wants_logits else places
     return {source: own[:, -length:] for source, own in zip(sources, written, strict=True)}
 

@@ -31,6 +31,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from knnlm.datastore.catalog import Catalog
@@ -53,10 +54,12 @@ from knnlm.generation.cache import (
     text_mask,
 )
 from knnlm.generation.draft import MAX_DRAFT, Drafter
+from knnlm.generation.model_graph import ModelPass, replayed
 from knnlm.generation.speculation import Speculation, SpeculationMixin, StoreCandidates, make_drafter
 from knnlm.generation.step_graph import step_graphs
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
+from knnlm.lm.key_layers import KeyLayer
 from knnlm.lm.loading import auto_class, load_feature_extractor, reads_audio
 from knnlm.lm.speech import wrap_model
 from knnlm.memories.base import LM_LOGITS, Context, Origin, Positions, Source, SourceTokens
@@ -71,6 +74,7 @@ EVIDENCE_TOKENS = 1024  # of a prompt, its last ones, update the online weights
 
 BASE_FOLDER, _STORE_FOLDER = "base", "store"
 
+_STEP_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 # Arguments of `generate` that it modifies or calls at every token, so that it cannot be run twice with them.
 _STATEFUL_ARGUMENTS = (
     "assistant_model",
@@ -558,12 +562,33 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         """Run the base model, and return its output and the (B, T, D) keys of each source."""
         readers = self.mixture.readers
         sources, trunks = self.mixture.lm_sources, readers.trunks(self.mixture.history_lengths)
-        with ExitStack() as hooks:
-            captured = {source: hooks.enter_context(readers.layer(source).capture()) for source in (*sources, *trunks)}
-            hooks.enter_context(dynamic_shape_attention(self.device))
-            output = self.base(return_dict=True, **inputs)
-        keys = {source: captured[source][-1].float() for source in sources}
-        return output, keys | {trunk: captured[trunk][-1] for trunk in trunks}
+        layers = [readers.layer(source) for source in (*sources, *trunks)]
+        given = self._one_token(layers, inputs)
+        written = None if given is None else replayed(given)
+        if written is not None:
+            *states, logits = written
+            fields: dict[str, Any] = {"logits": logits, "past_key_values": inputs["past_key_values"]}
+            output: Any = CausalLMOutputWithPast(**fields)
+        else:
+            with ExitStack() as hooks:
+                captured = [hooks.enter_context(layer.capture()) for layer in layers]
+                hooks.enter_context(dynamic_shape_attention(self.device))
+                output = self.base(return_dict=True, **inputs)
+            states = [own[-1] for own in captured]
+        keys = {source: own.float() for source, own in zip(sources, states, strict=False)}
+        own_dtype = (own.to(self.base.dtype) for own in states[len(sources) :])
+        return output, keys | dict(zip(trunks, own_dtype, strict=True))
+
+    def _one_token(self, layers: Sequence[KeyLayer], inputs: Mapping[str, Any]) -> ModelPass | None:
+        """Return the pass of the base model over one new token of each text; None: its inputs are others."""
+        cache, count = inputs.get("past_key_values"), int(self.base.config.get_text_config().num_hidden_layers)
+        others = [name for name, value in inputs.items() if name not in _STEP_ARGUMENTS and value is not None]
+        if others or not isinstance(cache, Cache) or len(cache.layers) < count or inputs.get("use_cache") is False:
+            return None
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
+        # Without the layers that carry the state of the memories.
+        given |= {"past_key_values": Cache(layers=cache.layers[:count]), "use_cache": True}
+        return ModelPass(self.mixture.lm, layers, True, given)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], *, copy_store: bool = False, **kwargs: Any

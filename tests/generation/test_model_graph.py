@@ -1,4 +1,4 @@
-"""Passes of a second model that are replayed: a stand-in for CUDA graphs runs the captured pass on its own tensors.
+"""Passes of models that are replayed: a stand-in for CUDA graphs runs the captured pass on its own tensors.
 
 benchmarks/check_gpu.py does the same with CUDA graphs on a GPU.
 """
@@ -20,10 +20,10 @@ from helpers.graphs import Replays
 from helpers.models import FAMILIES, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.errors import KnnlmWarning
-from knnlm.generation import reader_graph
+from knnlm.generation import model_graph
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.draft import Drafter, StepTimes
-from knnlm.generation.reader_graph import MAX_GRAPHS, ReaderPass, accepted_arguments, read_with_graph, reader_graphs
+from knnlm.generation.model_graph import MAX_GRAPHS, ModelPass, accepted_arguments, model_graphs, read_with_graph
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.cuda_graph import WARM_RUNS, CapturedGraph
@@ -34,6 +34,7 @@ from knnlm.server.engine.batching import BatchedCache, Prompt, read_prompt
 
 PROMPTS = [[1, 5, 9, 7, 30, 11], [1, 6, 10]]
 LENGTH = 12  # tokens that are generated
+MODELS = 2  # of a mixture with a decoder
 SETTINGS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": LENGTH}
 IDS = torch.tensor([PROMPTS[0]])
 PADDED = torch.tensor([PROMPTS[0], [0, 0, 0, *PROMPTS[1]]])
@@ -43,9 +44,9 @@ MASK = torch.tensor([[1] * 6, [0] * 3 + [1] * 3])
 @pytest.fixture
 def replays(monkeypatch):
     made = Replays()
-    monkeypatch.setattr(reader_graph, "capture_graph", made.capture)
-    monkeypatch.setattr(reader_graph, "capturable", lambda _: True)
-    monkeypatch.setattr(reader_graph, "_every", WeakKeyDictionary())
+    monkeypatch.setattr(model_graph, "capture_graph", made.capture)
+    monkeypatch.setattr(model_graph, "capturable", lambda _: True)
+    monkeypatch.setattr(model_graph, "_every", WeakKeyDictionary())
     return made
 
 
@@ -95,7 +96,7 @@ def generate(mixture, ids=IDS, **settings):
 def plain(monkeypatch, mixture, *arguments, **settings):
     """The same without graphs."""
     with monkeypatch.context() as patch:
-        patch.setattr(reader_graph, "capturable", lambda _: False)
+        patch.setattr(model_graph, "capturable", lambda _: False)
         return generate(mixture, *arguments, **settings)
 
 
@@ -104,9 +105,9 @@ def check_alike(found, expected):
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
-def replayed(steps, captures=1):
-    """How often a graph runs in so many passes over one token: also once at each capture, for comparison."""
-    return steps - captures * WARM_RUNS
+def replayed(steps, models=MODELS):
+    """How often graphs run in so many passes over one token: also once at each capture, for comparison."""
+    return models * (steps - WARM_RUNS)
 
 
 @pytest.mark.parametrize("decoder", ["whole", "top", "adapters"])
@@ -123,11 +124,11 @@ def test_replayed_passes_are_those_without_a_graph(folder, store, replays, monke
     expected = plain(monkeypatch, mixture, **settings)
     assert replays.captured == 0
     check_alike(generate(mixture, **settings), expected)
-    assert replays.captured == 1
+    assert replays.captured == MODELS
     assert replays.replayed == replayed(LENGTH - 1)
     check_alike(generate(mixture, **settings), expected)
-    assert replays.captured == 1
-    assert replays.replayed == replayed(LENGTH - 1) + LENGTH - 1
+    assert replays.captured == MODELS
+    assert replays.replayed == replayed(LENGTH - 1) + MODELS * (LENGTH - 1)
 
 
 @pytest.mark.parametrize("decoder", ["whole", "top"])
@@ -144,25 +145,25 @@ def test_replayed_passes_over_padded_prompts_are_those_without_a_graph(
     others = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
     check_alike(generate(mixture, others), plain(monkeypatch, mixture, others))
     check_alike(generate(mixture, PADDED, **settings), expected)
-    assert replays.captured == (1 if not settings.get("num_beams") else 2)
+    assert replays.captured == MODELS * (1 if not settings.get("num_beams") else 2)
     assert replays.replayed > 2 * (LENGTH - 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_text_that_outgrows_a_capacity_is_read_with_the_next_one(mixture, replays, monkeypatch, settings):
-    monkeypatch.setattr(reader_graph, "MIN_CAPACITY", 8)
+    monkeypatch.setattr(model_graph, "MIN_CAPACITY", 8)
     settings = {**settings, "max_new_tokens": 70}
     check_alike(generate(mixture, **settings), plain(monkeypatch, mixture, **settings))
-    capacities = sorted(shape.capacity for shape in reader_graphs(reader(mixture))._graphs)
+    capacities = sorted(shape.capacity for shape in model_graphs(reader(mixture))._graphs)
     assert capacities == [16, 32, 64, 128]  # a text of 7 tokens is left before its passes are captured
     check_alike(generate(mixture, **settings), plain(monkeypatch, mixture, **settings))
 
 
 def test_text_longer_than_the_largest_capacity_is_read_without_a_graph(mixture, replays, monkeypatch):
-    monkeypatch.setattr(reader_graph, "MIN_CAPACITY", 8)
-    monkeypatch.setattr(reader_graph, "MAX_CAPACITY", 16)
+    monkeypatch.setattr(model_graph, "MIN_CAPACITY", 8)
+    monkeypatch.setattr(model_graph, "MAX_CAPACITY", 16)
     check_alike(generate(mixture), plain(monkeypatch, mixture))
-    assert {shape.capacity for shape in reader_graphs(reader(mixture))._graphs} == {16}
+    assert {shape.capacity for shape in model_graphs(reader(mixture))._graphs} == {16}
     assert replays.replayed < replayed(LENGTH - 1)
 
 
@@ -176,12 +177,12 @@ def test_states_that_a_store_reads_are_those_without_a_graph(folder, store, repl
     assert len(mixture.readers.models) == 2
     expected = plain(monkeypatch, mixture)
     check_alike(generate(mixture), expected)
-    (shape,) = reader_graphs(reader(mixture))._graphs
+    (shape,) = model_graphs(reader(mixture))._graphs
     assert len(shape.layers) == 1
     assert shape.logits
     only = opened(folder, store, memories="knn:0.5")
     check_alike(generate(only), plain(monkeypatch, only))
-    (shape,) = reader_graphs(reader(only))._graphs
+    (shape,) = model_graphs(reader(only))._graphs
     assert not shape.logits
     assert replays.replayed == 2 * replayed(LENGTH - 1)
 
@@ -206,7 +207,7 @@ def test_two_texts_in_turn_do_not_overwrite_each_other(mixture, replays, monkeyp
     found = step_by_step(model, prompts)
     assert replays.replayed > LENGTH
     with monkeypatch.context() as patch:
-        patch.setattr(reader_graph, "capturable", lambda _: False)
+        patch.setattr(model_graph, "capturable", lambda _: False)
         torch.testing.assert_close(found, step_by_step(model, prompts), rtol=1e-4, atol=1e-4)
 
 
@@ -229,7 +230,7 @@ def test_copy_of_a_cache_is_continued_beside_it(mixture, replays, monkeypatch):
 
     found = read()
     assert replays.replayed > 12
-    monkeypatch.setattr(reader_graph, "capturable", lambda _: False)
+    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
     torch.testing.assert_close(found, read(), rtol=1e-4, atol=1e-4)
 
 
@@ -268,7 +269,7 @@ def test_cropped_cache_is_continued(mixture, replays, monkeypatch):
 
     found = read()
     assert replays.replayed == replayed(12)
-    monkeypatch.setattr(reader_graph, "capturable", lambda _: False)
+    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
     torch.testing.assert_close(found, read(), rtol=1e-4, atol=1e-4)
 
 
@@ -281,7 +282,7 @@ def test_drafted_text_is_that_without_a_graph(mixture, replays, monkeypatch, see
     before = replays.replayed
     assert torch.equal(model.generate(IDS, **settings, draft=drafter), expected)
     assert replays.replayed > before
-    monkeypatch.setattr(reader_graph, "capturable", lambda _: False)
+    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
     assert torch.equal(model.generate(IDS, **settings), expected)
     assert torch.equal(model.generate(IDS, **settings, draft=drafter), expected)
 
@@ -309,9 +310,9 @@ def test_batch_of_a_server_is_read_as_without_a_graph(mixture, replays, monkeypa
         return torch.cat(found)
 
     found = read()
-    assert replays.captured == 3  # batches of one, two and three sequences
+    assert replays.captured == MODELS * 3  # batches of one, two and three sequences
     assert replays.replayed > 12
-    monkeypatch.setattr(reader_graph, "capturable", lambda _: False)
+    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
     torch.testing.assert_close(found, read(), rtol=1e-4, atol=1e-4)
 
 
@@ -336,7 +337,7 @@ def passes(lm, rows=1):
     @torch.no_grad()
     def run(token):
         ids = torch.full((rows, 1), token)
-        (logits,) = read_with_graph(ReaderPass(lm, [], True, {"input_ids": ids, "past_key_values": past}))
+        (logits,) = read_with_graph(ModelPass(lm, [], True, {"input_ids": ids, "past_key_values": past}))
         return logits
 
     with torch.no_grad():
@@ -386,17 +387,17 @@ def test_model_whose_graph_computes_something_else_is_used_without(mixture, repl
         self.values.index_copy_(2, self.place, values)
         return self.keys, self.values
 
-    monkeypatch.setattr(reader_graph._Buffers, "update", update)
+    monkeypatch.setattr(model_graph._Buffers, "update", update)
     with pytest.warns(KnnlmWarning, match="computes something else as a CUDA graph") as found:
         check_alike(generate(mixture), expected)
-    assert len([each for each in found if each.category is KnnlmWarning]) == 1
-    assert replays.captured == replays.replayed == 1
+    assert len([each for each in found if each.category is KnnlmWarning]) == MODELS
+    assert replays.captured == replays.replayed == MODELS
     with warnings.catch_warnings():
         warnings.simplefilter("error", KnnlmWarning)
         check_alike(
             generate(mixture, PADDED, attention_mask=MASK), plain(monkeypatch, mixture, PADDED, attention_mask=MASK)
         )
-    assert replays.captured == 1
+    assert replays.captured == MODELS
 
 
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing"), KeyError("rows")])
@@ -406,10 +407,10 @@ def test_failed_capture_is_reported_once_and_generation_goes_on(mixture, replays
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(reader_graph, "capture_graph", refuse)
+    monkeypatch.setattr(model_graph, "capture_graph", refuse)
     with pytest.warns(KnnlmWarning, match=r"cannot be captured into a CUDA graph \(") as found:
         check_alike(generate(mixture), expected)
-    assert len([each for each in found if each.category is KnnlmWarning]) == 1
+    assert len([each for each in found if each.category is KnnlmWarning]) == MODELS
     with warnings.catch_warnings():
         warnings.simplefilter("error", KnnlmWarning)
         check_alike(generate(mixture), expected)
@@ -422,9 +423,9 @@ def test_too_little_memory_for_a_graph_is_no_warning(mixture, replays, monkeypat
         tried.append(None)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(reader_graph, "capture_graph", refuse)
+    monkeypatch.setattr(model_graph, "capture_graph", refuse)
     check_alike(generate(mixture), expected)
-    assert len(tried) == 1
+    assert len(tried) == MODELS
     assert not [each for each in recwarn if each.category is KnnlmWarning]
 
 
@@ -445,9 +446,7 @@ def read_padded(lm):
             texts = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
             accepted = accepted_arguments(type(lm.model).forward)
             inputs = {name: value for name, value in texts.items() if name in accepted}
-            (logits,) = read_with_graph(
-                ReaderPass(lm, [], True, {**inputs, "past_key_values": past, "use_cache": True})
-            )
+            (logits,) = read_with_graph(ModelPass(lm, [], True, {**inputs, "past_key_values": past, "use_cache": True}))
             found.append(logits[:, -1])
     return torch.stack(found)
 
@@ -461,8 +460,8 @@ def test_passes_of_each_family_are_those_without_a_graph(replays, monkeypatch, f
     if attention is not None:
         lm.model.set_attn_implementation(attention)
     found = read_padded(lm)
-    assert replays.replayed == (0 if family in WITHOUT else replayed(8))
-    monkeypatch.setattr(reader_graph, "capturable", lambda _: False)
+    assert replays.replayed == (0 if family in WITHOUT else replayed(8, models=1))
+    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
     torch.testing.assert_close(found, read_padded(lm), rtol=1e-4, atol=1e-4)
 
 
@@ -475,7 +474,7 @@ def test_half_precision_is_captured(replays):
         with torch.no_grad():
             expected = lm.model(torch.tensor([[9 + step]]), past_key_values=right, use_cache=True).logits
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
-    assert replays.replayed == replayed(8)
+    assert replays.replayed == replayed(8, models=1)
 
 
 def test_pass_that_makes_the_host_wait_is_not_captured(replays, monkeypatch):
@@ -493,7 +492,7 @@ def test_pass_that_makes_the_host_wait_is_not_captured(replays, monkeypatch):
 
 def test_operations_that_make_the_host_wait_are_refused():
     tensor = torch.arange(6.0).view(2, 3)
-    with reader_graph._RefuseSynchronisation():
+    with model_graph._RefuseSynchronisation():
         assert tensor[torch.tensor([1, 0])].shape == (2, 3)
         assert torch.where(tensor > 2, tensor, 0).shape == (2, 3)
         mask = tensor > 2
@@ -534,10 +533,10 @@ def test_passes_of_other_kinds_are_not_captured(replays, monkeypatch):
     def shape(tokens=1, **changed):
         _, past = passes(lm)
         inputs = {"input_ids": torch.full((1, tokens), 9), "past_key_values": past, **changed}
-        return ReaderPass(lm, [], True, {name: value for name, value in inputs.items() if value is not None}).shape()
+        return ModelPass(lm, [], True, {name: value for name, value in inputs.items() if value is not None}).shape()
 
     _, past = passes(lm)
-    plain_pass = ReaderPass(lm, [], True, {"input_ids": torch.full((1, 1), 9), "past_key_values": past})
+    plain_pass = ModelPass(lm, [], True, {"input_ids": torch.full((1, 1), 9), "past_key_values": past})
     total = len(PROMPTS[0]) + 1
     mask, positions = torch.ones(1, total), torch.tensor([[total - 1]])
     with torch.no_grad():
@@ -575,7 +574,7 @@ def test_moved_weights_are_captured_again(replays):
     right, _ = passes(lm)
     found = run(9)  # continues the text of the other weights
     assert replays.replayed == 2
-    assert len(reader_graphs(lm)) == 0
+    assert len(model_graphs(lm)) == 0
     assert not torch.equal(found, right(9))
     for _ in range(WARM_RUNS + 1):
         run(9)
@@ -609,16 +608,16 @@ def test_number_of_graphs_is_limited_and_those_that_are_not_used_are_dropped(rep
     thread = threading.Thread(target=read, args=(1,))
     thread.start()
     thread.join()
-    assert replays.captured == len(reader_graphs(lm)) == MAX_GRAPHS
+    assert replays.captured == len(model_graphs(lm)) == MAX_GRAPHS
     read(MAX_GRAPHS)
     assert replays.captured == MAX_GRAPHS + 1
-    assert len(reader_graphs(lm)) == MAX_GRAPHS
+    assert len(model_graphs(lm)) == MAX_GRAPHS
     read(MAX_GRAPHS + 1)
     assert replays.captured == MAX_GRAPHS + 1
-    monkeypatch.setattr(reader_graph, "KEPT_PASSES", 2 * (WARM_RUNS + 2))
+    monkeypatch.setattr(model_graph, "KEPT_PASSES", 2 * (WARM_RUNS + 2))
     read(MAX_GRAPHS + 1)
     assert replays.captured == MAX_GRAPHS + 2
-    assert len(reader_graphs(lm)) == 2  # and the one before it
+    assert len(model_graphs(lm)) == 2  # and the one before it
     read(1)
     assert replays.captured == MAX_GRAPHS + 3
     assert replays.pools[0] is None
@@ -641,20 +640,20 @@ def test_threads_generate_at_the_same_time(mixture, replays, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert replays.captured == len(prompts)
-    monkeypatch.setattr(reader_graph, "capturable", lambda _: False)
+    assert replays.captured == MODELS * len(prompts)
+    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
     for number, ids in enumerate(prompts):
         assert torch.equal(found[number], model.generate(ids, **settings))
 
 
 def test_graphs_do_not_outlive_their_model(replays, monkeypatch):
     # Like a graph, and unlike the stand-in, this does not keep what was captured.
-    monkeypatch.setattr(reader_graph, "capture_graph", lambda run, *_, **__: CapturedGraph(run(), lambda: None))
+    monkeypatch.setattr(model_graph, "capture_graph", lambda run, *_, **__: CapturedGraph(run(), lambda: None))
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="short")
     run, past = passes(lm)
     for _ in range(WARM_RUNS + 2):
         run(9)
-    graphs, gone = ref(reader_graphs(lm)), ref(lm)
+    graphs, gone = ref(model_graphs(lm)), ref(lm)
     assert len(graphs()) == 1
     del lm, run
     gc.collect()
@@ -665,6 +664,6 @@ def test_graphs_do_not_outlive_their_model(replays, monkeypatch):
 
 def test_nothing_is_captured_on_a_cpu(mixture, monkeypatch):
     made = Replays()
-    monkeypatch.setattr(reader_graph, "capture_graph", made.capture)
+    monkeypatch.setattr(model_graph, "capture_graph", made.capture)
     generate(mixture)
     assert made.captured == 0

@@ -1,11 +1,11 @@
-"""The pass of a second model over one new token of each text as a CUDA graph.
+"""The pass of a model over one new token of each text as a CUDA graph.
 
-A decoder that is mixed with the language model, or its last blocks, reads every new token with a cache of its own. On a
+The language model reads every new token, and so does a decoder that is mixed with it, with a cache of its own. On a
 GPU, launching the kernels of such a pass takes longer than running them. It is therefore captured once for each number
 of texts and capacity of the cache, and replayed: keys and values are written into buffers of a fixed size, at a place
 that is an input of the graph, and positions after it are masked.
 
-The layers of the model's own cache remain what `generate` reorders, repeats and crops. After a replayed pass they are
+The layers of the model's cache remain what `generate` reorders, repeats and crops. After a replayed pass they are
 views of the buffers; layers that were changed since are copied into the buffers before the next one.
 """
 
@@ -33,6 +33,7 @@ from knnlm.lm.cuda_graph import WARM_RUNS, CapturedGraph, capture_graph
 from knnlm.lm.key_layers import KeyLayer
 
 MIN_CAPACITY, MAX_CAPACITY = 256, 8192  # tokens of a text; powers of two
+MAX_POSITIONS = 1 << 17  # of all texts together: the buffers of a graph take as much memory as a cache
 MAX_GRAPHS = 8  # of a model, of different shapes
 KEPT_PASSES = 1000  # of a model, after which a graph that was not replayed makes room for another
 
@@ -52,8 +53,8 @@ class _Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ReaderPass:
-    """A pass of a second model over the new tokens of a step."""
+class ModelPass:
+    """A pass of a model over the new tokens of a step."""
 
     model: CausalLM
     layers: Sequence[KeyLayer]  # whose states are wanted
@@ -97,7 +98,7 @@ class ReaderPass:
         if before is None or not _are_plain(self.inputs, rows, before + 1):
             return None
         capacity = max(MIN_CAPACITY, 1 << (before + 1).bit_length())  # larger than the text
-        if capacity > MAX_CAPACITY:
+        if capacity > MAX_CAPACITY or rows * capacity > MAX_POSITIONS:
             return None
         places = tuple((layer.place, layer.layer) for layer in self.layers)
         read = (self.argument, given.dtype, given.device)
@@ -220,7 +221,7 @@ class _Captured:
 
     graph: CapturedGraph
 
-    def __init__(self, given: ReaderPass, capacity: int) -> None:
+    def __init__(self, given: ModelPass, capacity: int) -> None:
         tokens = given.inputs[given.argument]
         rows, device = len(tokens), tokens.device
         self.argument = given.argument
@@ -242,7 +243,7 @@ class _Captured:
     def _places_of_weights(self) -> list[int]:
         return [weight.data_ptr() for weight in self._weights]
 
-    def capture(self, given: ReaderPass, pool: Any) -> None:
+    def capture(self, given: ModelPass, pool: Any) -> None:
         """Capture a pass over the tensors of this object."""
         attention = given.model.model.config.get_text_config()._attn_implementation
         inputs = {self.argument: self.tokens, "position_ids": self.positions, "use_cache": True}
@@ -259,7 +260,7 @@ class _Captured:
             run()
         self.graph = capture_graph(run, self.tokens.device, pool=pool)
 
-    def fill(self, given: ReaderPass) -> int:
+    def fill(self, given: ModelPass) -> int:
         """Copy the inputs of a pass, and return the length of the texts after it."""
         layers = given.own_layers
         total = layers[0].get_seq_length() + 1
@@ -294,7 +295,7 @@ class _Captured:
         self.graph.replay()
         return [tensor.clone() for tensor in self.graph.written]
 
-    def step(self, given: ReaderPass) -> list[Tensor]:
+    def step(self, given: ModelPass) -> list[Tensor]:
         """Return what a pass computes, and extend its cache."""
         total = self.fill(given)
         written = self.replay()
@@ -327,7 +328,7 @@ class _RefuseSynchronisation(TorchDispatchMode):
         return found
 
 
-class ReaderGraphs:
+class ModelGraphs:
     """The graphs of a model."""
 
     def __init__(self) -> None:
@@ -341,7 +342,7 @@ class ReaderGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def read(self, given: ReaderPass, shape: _Shape) -> list[Tensor] | None:
+    def read(self, given: ModelPass, shape: _Shape) -> list[Tensor] | None:
         """Return what a pass computes, and extend its cache; None: there is no graph of it yet."""
         if shape in self._graphs and not self._graphs[shape].is_valid:
             self.clear()
@@ -369,7 +370,7 @@ class ReaderGraphs:
                     self._passes[shape] = 0
         return len(self._graphs) < MAX_GRAPHS
 
-    def _capture(self, given: ReaderPass, shape: _Shape) -> list[Tensor] | None:
+    def _capture(self, given: ModelPass, shape: _Shape) -> list[Tensor] | None:
         """Capture a pass, compare it with the one without a graph, and return what the latter computes."""
         try:
             # Tensors of inference mode could not be written again outside of it.
@@ -390,7 +391,7 @@ class ReaderGraphs:
             self._give_up(given, "computes something else as a CUDA graph")
         return expected
 
-    def _give_up(self, given: ReaderPass, why: str) -> None:
+    def _give_up(self, given: ModelPass, why: str) -> None:
         self._works = False
         self.clear()
         warnings.warn(
@@ -402,24 +403,29 @@ class ReaderGraphs:
 
 # Graphs of a device share the memory of their temporary tensors, so that only one of them runs at a time.
 _lock = threading.RLock()
-_every: WeakKeyDictionary[CausalLM, ReaderGraphs] = WeakKeyDictionary()
+_every: WeakKeyDictionary[CausalLM, ModelGraphs] = WeakKeyDictionary()
 
 
-def reader_graphs(model: CausalLM) -> ReaderGraphs:
+def model_graphs(model: CausalLM) -> ModelGraphs:
     """Return the graphs of a model."""
     with _lock:
         if model not in _every:
-            _every[model] = ReaderGraphs()
+            _every[model] = ModelGraphs()
         return _every[model]
 
 
-def read_with_graph(given: ReaderPass) -> list[Tensor]:
+def read_with_graph(given: ModelPass) -> list[Tensor]:
     """Return what a pass computes, with a graph if there is one, and extend its cache."""
-    shape, written = given.shape(), None
-    if shape is not None:
-        with _lock:
-            written = reader_graphs(given.model).read(given, shape)
+    written = replayed(given)
     return given.run() if written is None else written
+
+
+def replayed(given: ModelPass) -> list[Tensor] | None:
+    """Return what a pass computes with a graph, and extend its cache; None: there is no graph of it."""
+    if (shape := given.shape()) is None:
+        return None
+    with _lock:
+        return model_graphs(given.model).read(given, shape)
 
 
 def _shared_pool(device: torch.device) -> Any:
