@@ -359,7 +359,7 @@ class Checks:
         return f"{replays} graphs"
 
     def replayed_passes(self) -> str:
-        """Generation with the passes of a decoder, and of the last block of one, as CUDA graphs, and without."""
+        """Generation with the passes of the model and a decoder, or its last block, as CUDA graphs, and without."""
         if self.device.type != "cuda":
             return "needs a GPU"
         from helpers.models import tiny, tiny_tokenizer
@@ -402,13 +402,14 @@ class Checks:
                         return_dict_in_generate=True,
                     )
                     found.append((written.sequences, torch.stack(written.logits)))
-                graphs += len(model_graph.model_graphs(reader))
-                model_graph.model_graphs(reader).clear()
+                for each in (lm, reader):
+                    graphs += len(model_graph.model_graphs(each))
+                    model_graph.model_graphs(each).clear()
             for (tokens, logits), (right, expected) in zip(found[:3], found[3:], strict=True):
                 assert torch.equal(tokens, right)
                 torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         model_graph.WARM_RUNS, model_graph.MIN_CAPACITY = 2, smallest
-        assert graphs == 12, f"{graphs} of 12 passes were captured"
+        assert graphs == 24, f"{graphs} of 24 passes were captured"
         return f"{graphs} graphs"
 
 
