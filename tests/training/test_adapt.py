@@ -34,8 +34,11 @@ from knnlm.lm.fingerprint import tokenizer_fingerprint
 from knnlm.memories.decoder import load_card
 from knnlm.mixture.mixture import Mixture
 from knnlm.training import adapt as adapt_module
+from knnlm.training import decoder_trainer
 from knnlm.training.adapt import MEMORIES, load_adaptation
 from knnlm.training.data import TokenStream
+from knnlm.training.decoder_trainer import DecoderConfig
+from knnlm.training.initial_model import open_initial_model
 
 QUICK = {"epochs": 2, "batch_tokens": 512, "learning_rate": 3e-3, "device": "cpu"}
 OPTIONS = ("--epochs", 2, "--batch-tokens", 512, "--learning-rate", 0.003, "--no-select")
@@ -565,6 +568,46 @@ def test_selection_is_shown_recorded_and_chosen_on_the_held_out_text(texts, mode
     assert not (texts / "out.first").exists()
     assert 0 < found["held_out_tokens"] < found["tokens"] / 4
     assert (decoder / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "rank", "found"),
+    [((), 16, 16), (("--lora", 0), 16, 0), (("--lora", 3), 16, 3), (("--top", 1), 16, 0), (("--layers", 1), 16, 0)],
+)
+def test_on_a_cpu_adapters_are_trained_unless_something_else_is_asked_for(
+    texts, model_folder, capfd, flags, rank, found
+):
+    out = texts / "out"
+    arguments = ("adapt", texts / "docs", "--out", out, "--model", model_folder, *OPTIONS, *flags)
+    status, shown, _ = knnlm(capfd, *arguments)
+    assert status == 0
+    card = load_card(out / DECODER_FOLDER)
+    assert (card.settings["lora"] or 0) == found
+    assert (out / DECODER_FOLDER / "adapter_model.safetensors").is_file() == bool(found)
+    assert (f"adapters of rank {found}" in shown) == bool(found)
+
+
+def test_decoder_of_another_machine_is_found_where_its_kind_is_automatic(texts, model_folder, capfd, monkeypatch):
+    out = texts / "out"
+    arguments = ("adapt", texts / "docs", "--out", out, "--model", model_folder, *OPTIONS[:4], "--no-select", "--json")
+    result = knnlm(capfd, *arguments)[1]
+    assert load_card(out / DECODER_FOLDER).settings["lora"] == 16
+    monkeypatch.setattr(decoder_trainer, "automatic_rank", lambda *_: 0)  # as on a GPU
+    assert knnlm(capfd, *arguments)[1] == result
+    status, _, error = knnlm(capfd, *arguments, "--lora", 0)
+    assert status == 2
+    assert "another learning rate" in error or "another lora" in error
+
+
+def test_without_peft_all_weights_are_trained(lm, model_folder, monkeypatch):
+    initial = open_initial_model(str(model_folder), like=lm)
+    config, cpu = DecoderConfig(lora=None), torch.device("cpu")
+    text = TokenStream.from_documents([[5] * 40])
+    assert config.resolve(text, initial, cpu).lora == 16
+    assert config.resolve(text, initial, cpu).learning_rate == 1e-3
+    monkeypatch.setattr(decoder_trainer, "find_spec", lambda _: None)
+    assert config.resolve(text, initial, cpu).lora == 0
+    assert config.resolve(text, initial, cpu).learning_rate == 2e-4
 
 
 def test_store_of_the_models_own_keys_can_be_used_during_the_training(texts, base, model_folder, capfd, monkeypatch):

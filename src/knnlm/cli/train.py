@@ -59,9 +59,13 @@ class TrainingFlags:
         typer.Option(help="The peak learning rate, after a warm-up.", show_default="2e-4, with --lora 1e-3"),
     ] = None
     lora: Annotated[
-        int,
-        typer.Option(min=0, help="Train adapters of this rank instead of all weights; 0: all weights."),
-    ] = 0
+        int | None,
+        typer.Option(
+            min=0,
+            help="Train adapters of this rank instead of all weights; 0: all weights.",
+            show_default="16 on a CPU, for all blocks of a model, with the package peft, else 0",
+        ),
+    ] = None
     select: Annotated[
         bool,
         typer.Option(
@@ -132,11 +136,14 @@ def _show_adapted(out: Path, result: Adaptation, *, json: bool) -> None:
     from knnlm.datastore.schema import DECODER_FOLDER
     from knnlm.memories.decoder import load_card
 
-    selection = load_card(out / DECODER_FOLDER).selection
+    card = load_card(out / DECODER_FOLDER)
+    selection, rank = card.selection, card.settings.get("lora")
     if json:
         print_json({"out": str(out), **asdict(result), "selection": selection})
         return
     rows = [*adaptation_rows(result), *selection_rows(selection)]
+    if rank:
+        rows.append(("decoder", f"adapters of rank {rank}; all weights: --lora 0"))
     rows += leak_warning(result.leaked_documents, result.held_out_documents, "their figures are too good")
     rows.append(("next", f"knnlm eval {out} TEXT, or the decoder without a store: knnlm eval {out}/decoder TEXT"))
     print_table(rows, title=f"perplexity of {count(result.held_out_tokens, 'held-out token')}")

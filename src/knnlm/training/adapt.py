@@ -114,10 +114,11 @@ def adapt(
     `held_out` is the text to tune on; None holds out a tenth of the text, in whole documents. The decoder is trained
     from `initial_model`, by default the model itself, of which `layers` keeps some, on `device`, by default that of the
     model. The seed of `config` also chooses the held-out documents. At most `limit` tokens are held out and tuned on.
-    With `select` of `config`, by default, its learning rate and epochs are chosen on them. With `store_first`, a store
-    of the model's own keys is built before the training; it can be used meanwhile, and stays.
+    With `select` of `config`, by default, its learning rate and epochs are chosen on them, and on a CPU adapters are
+    trained by default. With `store_first`, a store of the model's own keys is built before the training; it can be used
+    meanwhile, and stays.
     """
-    begin, folder, config = time.perf_counter(), Path(out), config or DecoderConfig(select=True)
+    begin, folder, config = time.perf_counter(), Path(out), config or DecoderConfig(select=True, lora=None)
     lm.require_text("adapt")
     if limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")

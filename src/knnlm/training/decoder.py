@@ -81,7 +81,8 @@ def train_decoder(
         require_peft()
     where = choose_device(device)
     config = config or DecoderConfig()
-    chosen = {"precision": config.precision, "packed": config.packed, "batch_tokens": config.batch_tokens}
+    names = ["precision", "packed", "batch_tokens", "lora", *(["learning_rate"] if config.lora is None else [])]
+    chosen = {name: getattr(config, name) for name in names}
     automatic = {"selection_rules", *(name for name, value in chosen.items() if value in ("auto", None))}
     stream = _read_stream(text, initial.lm)
     _check_pairs(stream, initial, config)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,6 +63,7 @@ _PROBE = 128  # tokens of the pass that is timed
 _MIN_PROBES = 100  # passes of that length from which a training is announced
 _LONG = 600.0  # seconds
 _RATE, _LORA_RATE = 2e-4, 1e-3
+_CPU_RANK = 16  # of adapters
 _MAX_DIVERGENCES = 3  # after which a training is given up
 
 _Item = TypeVar("_Item")
@@ -85,7 +87,7 @@ class DecoderConfig:
     epochs: int = 3
     batch_tokens: int | None = None
     learning_rate: float | None = None  # 2e-4, with lora 1e-3
-    lora: int = 0  # the rank of adapters that are trained instead of all weights
+    lora: int | None = 0  # the rank of adapters that are trained instead of all weights; None: as `automatic_rank`
     top: int | None = None  # train only so many of the last blocks; None: all weights
     warm_up: float = 0.05  # fraction of the steps
     schedule: str = "linear"
@@ -109,6 +111,8 @@ class DecoderConfig:
 
     def resolve(self, text: TokenStream, initial: InitialModel, device: torch.device) -> DecoderConfig:
         """Return the configuration with the defaults for this text, model and device filled in."""
+        if self.lora is None:
+            return replace(self, lora=automatic_rank(self, initial, device)).resolve(text, initial, device)
         precision = self.precision
         if precision == "auto":  # on a GPU the weights stay in float32; float32 on a CPU is reproducible
             precision = "bfloat16" if device.type == "cuda" else "float32"
@@ -137,6 +141,12 @@ class DecoderConfig:
         assert self.context is not None
         assert self.stride is not None
         return WindowShape(self.context, self.stride)
+
+
+def automatic_rank(config: DecoderConfig, initial: InitialModel, device: torch.device) -> int:
+    """Return 16 on a CPU, for all blocks of a pretrained decoder-only model where peft is installed, else 0."""
+    whole = initial.is_pretrained and not initial.lm.has_encoder and config.top is None
+    return _CPU_RANK if device.type == "cpu" and whole and find_spec("peft") is not None else 0
 
 
 def default_batch_tokens(text: TokenStream, epochs: int) -> int:
