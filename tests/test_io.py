@@ -7,13 +7,14 @@ import gc
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from helpers.stores import documents
 from knnlm import io
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
 from knnlm.ingest.build import build
-from knnlm.io import release_pages, resident_bytes
+from knnlm.io import atomic_write, commit_folder, release_pages, resident_bytes
 
 SIZE = 96 << 20
 
@@ -101,3 +102,18 @@ def test_atomic_folder_replaces_a_folder_only_if_asked_to(tmp_path):
         (partial / "new").write_text("new")
     assert [file.name for file in final.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [final]
+
+
+def test_files_of_other_libraries_can_be_read_by_other_users(tmp_path):
+    """As any new file: safetensors creates its files for their owner alone."""
+    (tmp_path / "usual").touch()
+    usual = (tmp_path / "usual").stat().st_mode
+    with atomic_write(tmp_path / "tensors") as partial:
+        save_file({"a": torch.zeros(2)}, partial)
+        partial.chmod(0o600)
+    (tmp_path / "folder.partial").mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "folder.partial" / "tensors")
+    (tmp_path / "folder.partial" / "tensors").chmod(0o600)
+    commit_folder(tmp_path / "folder.partial", tmp_path / "folder")
+    for file in (tmp_path / "tensors", tmp_path / "folder" / "tensors"):
+        assert file.stat().st_mode == usual

@@ -7,9 +7,12 @@ import math
 import mmap
 import os
 import shutil
+import stat
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -181,9 +184,24 @@ def commit_folder(partial: Path, final: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Flush a file that another library wrote to disk."""
+    """Flush a file that another library wrote to disk, and give it the permissions of any new file.
+
+    safetensors lets only the owner read what it writes, so that a server of another user could not open it.
+    """
     with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if missing := _new_file_mode() & ~mode:
+            path.chmod(stat.S_IMODE(mode) | missing)
         os.fsync(file.fileno())
+
+
+@lru_cache(maxsize=1)
+def _new_file_mode() -> int:
+    """Return the permissions that a new file gets here; the mask of a process cannot be read without changing it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "new"
+        file.touch(0o666)
+        return stat.S_IMODE(file.stat().st_mode)
 
 
 def sync_folder(path: Path) -> None:
