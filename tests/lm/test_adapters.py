@@ -216,8 +216,7 @@ def test_adapters_that_change_nothing_are_the_model(base, folder):
 
 def test_adapters_of_tied_embeddings_are_refused(tmp_path, folder):
     model = tiny("llama")
-    model.config.tie_word_embeddings = True
-    model.tie_weights()
+    model.lm_head.weight = model.model.embed_tokens.weight
     base = CausalLM(model, tiny_tokenizer(), name="tied")
     tensors = {
         "base_model.model.lm_head.lora_A.weight": torch.ones(2, base.width),
