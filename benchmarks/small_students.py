@@ -22,10 +22,8 @@ perplexity of model and small decoder over that of model and full decoder.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +44,7 @@ from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
 from knnlm.training.model_teacher import make_model_targets
 from knnlm.training.teacher import Targets, TeacherConfig, make_targets
-from perplexity import parser_for, split, token_log_probs, tokens_of
+from perplexity import add_store_options, measure_stores, parser_for, split, token_log_probs, tokens_of
 
 WAYS = "all+16,all+64,all+64:0.5,all+64:0.5@2,top15+64,top6,model,full,full:0.5,full:0.9:full:1000000"
 FULL = "all blocks"  # the row of the full decoder
@@ -56,12 +54,7 @@ LAMBDAS = torch.linspace(0.0, 1.0, 101)
 def main() -> None:
     options = parse()
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
-    rows = []
-    for corpus in options.corpus:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            rows += Study(corpus, Path(folder), lm, options).run()
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1))
+    rows = measure_stores(options, lambda corpus, folder: Study(corpus, folder, lm, options).run())
     show(rows)
 
 
@@ -73,8 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3, help="of the full decoder, at most")
     parser.add_argument("--small-epochs", type=int, default=6, help="of the small ones, at most")
     parser.add_argument("--small-rate", type=float, default=6e-4, help="the middle rate of the small ones")
-    parser.add_argument("--folder", type=Path, help="where decoders are made (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, help="also write the rows into this file")
+    add_store_options(parser)
     return parser.parse_args()
 
 

@@ -105,6 +105,12 @@ def check_alike(found, expected):
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
+def check_read_alike(monkeypatch, found, read):
+    """Check that `read` returns the same without graphs."""
+    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
+    torch.testing.assert_close(found, read(), rtol=1e-4, atol=1e-4)
+
+
 def replayed(steps, models=MODELS):
     """How often graphs run in so many passes over one token: also once at each capture, for comparison."""
     return models * (steps - WARM_RUNS)
@@ -230,8 +236,7 @@ def test_copy_of_a_cache_is_continued_beside_it(mixture, replays, monkeypatch):
 
     found = read()
     assert replays.replayed > 12
-    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
-    torch.testing.assert_close(found, read(), rtol=1e-4, atol=1e-4)
+    check_read_alike(monkeypatch, found, read)
 
 
 def test_layers_that_share_the_states_of_others_are_continued_beside_them(mixture, replays):
@@ -269,8 +274,7 @@ def test_cropped_cache_is_continued(mixture, replays, monkeypatch):
 
     found = read()
     assert replays.replayed == replayed(12)
-    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
-    torch.testing.assert_close(found, read(), rtol=1e-4, atol=1e-4)
+    check_read_alike(monkeypatch, found, read)
 
 
 @pytest.mark.parametrize("seed", [None, 4], ids=["greedy", "sampled"])
@@ -312,8 +316,7 @@ def test_batch_of_a_server_is_read_as_without_a_graph(mixture, replays, monkeypa
     found = read()
     assert replays.captured == MODELS * 3  # batches of one, two and three sequences
     assert replays.replayed > 12
-    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
-    torch.testing.assert_close(found, read(), rtol=1e-4, atol=1e-4)
+    check_read_alike(monkeypatch, found, read)
 
 
 def test_layer_that_is_cut_on_the_left_is_copied_within_its_buffer(mixture, replays):

@@ -211,8 +211,9 @@ def _run_reader(mixture: Mixture, reading: Reading, inputs: Mapping[str, Any], *
     number, model, places, wants_logits = reading
     layers = [mixture.readers.layer(source, model) for source in places]
     written = read_with_graph(ModelPass(model, layers, wants_logits, inputs))
-    sources = [*places, Source(number, LOGITS)] if wants_logits else places
-    return {source: own[:, -length:] for source, own in zip(sources, written, strict=True)}
+    last = [own[:, -length:] for own in written]
+    logits = {Source(number, LOGITS): last.pop()} if wants_logits else {}
+    return {source: own.float() for source, own in zip(places, last, strict=True)} | logits
 
 
 def spans_of(state: MemoryState, step: ForwardStep, layer: OnlineLayer) -> list[Span]:

@@ -11,7 +11,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,11 +54,11 @@ from knnlm.generation.cache import (
     text_mask,
 )
 from knnlm.generation.draft import MAX_DRAFT, Drafter
-from knnlm.generation.model_graph import ModelPass, replayed
+from knnlm.generation.model_graph import ModelPass, replayed, run_model
 from knnlm.generation.speculation import Speculation, SpeculationMixin, StoreCandidates, make_drafter
 from knnlm.generation.step_graph import step_graphs
 from knnlm.index.gpu.deferred import defer_checks
-from knnlm.lm.causal import CausalLM, dynamic_shape_attention
+from knnlm.lm.causal import CausalLM
 from knnlm.lm.key_layers import KeyLayer
 from knnlm.lm.loading import auto_class, load_feature_extractor, reads_audio
 from knnlm.lm.speech import wrap_model
@@ -570,14 +570,9 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
             fields: dict[str, Any] = {"logits": logits, "past_key_values": inputs["past_key_values"]}
             output: Any = CausalLMOutputWithPast(**fields)
         else:
-            with ExitStack() as hooks:
-                captured = [hooks.enter_context(layer.capture()) for layer in layers]
-                hooks.enter_context(dynamic_shape_attention(self.device))
-                output = self.base(return_dict=True, **inputs)
-            states = [own[-1] for own in captured]
-        keys = {source: own.float() for source, own in zip(sources, states, strict=False)}
-        own_dtype = (own.to(self.base.dtype) for own in states[len(sources) :])
-        return output, keys | dict(zip(trunks, own_dtype, strict=True))
+            output, states = run_model(self.base, layers, inputs)
+        keys = {source: own.float() for source, own in zip(sources, states[: len(sources)], strict=True)}
+        return output, keys | dict(zip(trunks, states[len(sources) :], strict=True))
 
     def _one_token(self, layers: Sequence[KeyLayer], inputs: Mapping[str, Any]) -> ModelPass | None:
         """Return the pass of the base model over one new token of each text; None: its inputs are others."""

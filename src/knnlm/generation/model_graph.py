@@ -62,19 +62,16 @@ class ModelPass:
     inputs: Mapping[str, Any]  # with the model's cache, if it has one
 
     def run(self) -> list[Tensor]:
-        """Return the (B, T, D) keys of each layer and, if wanted, the (B, T, V) logits last; extend the cache."""
+        """Return the (B, T, D) states of each layer and, if wanted, the (B, T, V) logits last; extend the cache."""
         return self.compute(self.inputs)
 
     def compute(self, inputs: Mapping[str, Any]) -> list[Tensor]:
         """Return the same for other inputs."""
         model = self.model.model
         # Switching every module to evaluation takes as long as one block of a small model, so only where it is needed.
-        mode = eval_mode(model) if model.training else nullcontext()
-        with mode, dynamic_shape_attention(model.device), ExitStack() as hooks:
-            captured = [hooks.enter_context(layer.capture()) for layer in self.layers]
-            output = model(return_dict=True, **inputs)
-        keys = [own[-1].float() for own in captured]
-        return [*keys, output.logits] if self.logits else keys
+        with eval_mode(model) if model.training else nullcontext():
+            output, states = run_model(model, self.layers, inputs)
+        return [*states, output.logits] if self.logits else states
 
     @property
     def own_layers(self) -> list[DynamicLayer]:
@@ -103,6 +100,14 @@ class ModelPass:
         places = tuple((layer.place, layer.layer) for layer in self.layers)
         read = (self.argument, given.dtype, given.device)
         return _Shape(threading.get_ident(), rows, capacity, read, places, self.logits)
+
+
+def run_model(model: Any, layers: Sequence[KeyLayer], inputs: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+    """Run a model, and return its output and the (B, T, D) states of each layer."""
+    with dynamic_shape_attention(model.device), ExitStack() as hooks:
+        captured = [hooks.enter_context(layer.capture()) for layer in layers]
+        output = model(return_dict=True, **inputs)
+    return output, [own[-1] for own in captured]
 
 
 def capturable(device: torch.device) -> bool:

@@ -294,6 +294,18 @@ def _card(
     )
 
 
+def _save_weights(
+    folder: Path, model: PreTrainedModel, initial: InitialModel, card: DecoderCard, adapters: Adapters | None
+) -> None:
+    """Write a trained model, or its adapters alone where those belong to a model that is stored elsewhere."""
+    if adapters is not None and initial.is_pretrained:
+        if adapters.save(folder, initial.spec, initial.lm.identity):
+            return
+        card.notes.append("Adapters of such layers cannot be stored alone: the model is stored as a whole.")
+    model = model if adapters is None else adapters.merge()
+    model.eval().save_pretrained(folder)
+
+
 def _publish(
     work: Path,
     folder: Path,
@@ -308,14 +320,7 @@ def _publish(
     with translate_os_errors(folder):
         finished.mkdir()
         try:
-            # Those of other models have weights beside them that are stored nowhere else.
-            alone = adapters is not None and initial.is_pretrained
-            if adapters is not None and alone and not adapters.save(finished, initial.spec, initial.lm.identity):
-                card.notes.append("Adapters of such layers cannot be stored alone: the model is stored as a whole.")
-                alone = False
-            if not alone:
-                model = model if adapters is None else adapters.merge()
-                model.eval().save_pretrained(finished)
+            _save_weights(finished, model, initial, card, adapters)
         except SafetensorError as error:
             raise OSError(str(error)) from None
         initial.lm.tokenizer.save_pretrained(finished)
