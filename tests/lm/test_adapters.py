@@ -116,6 +116,17 @@ def test_beside_another_model_or_in_another_precision_they_are_merged(base, fold
         assert identity_difference(beside.identity, CausalLM.open(str(folder), device="cpu").identity) is None
 
 
+def test_a_second_model_has_the_precision_of_the_first(folder):
+    half = CausalLM.open(str(folder.parent / "base"), device="cpu", dtype="bfloat16")
+    own = {id(weight) for weight in half.model.parameters()}
+    adapted = open_beside(half, str(folder), dtype="auto")
+    assert own < {id(weight) for weight in adapted.model.parameters()}
+    whole = open_beside(half, str(folder.parent / "base"), dtype="auto")
+    assert whole.dtype == "bfloat16"
+    assert torch.equal(logits(whole.model), logits(half.model))
+    assert open_beside(half, str(folder.parent / "base"), dtype="float32").dtype == "float32"
+
+
 def test_adapters_that_peft_made_elsewhere_are_opened(base, folder, tmp_path):
     config = LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
     own = get_peft_model(copy.deepcopy(base.model), config)

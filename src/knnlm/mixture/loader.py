@@ -20,7 +20,7 @@ from knnlm.index.base import Index
 from knnlm.lm.adapters import AdapterSet, has_adapters
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference, token_fields
-from knnlm.lm.loading import choose_dtype, has_encoder, verify_checksums
+from knnlm.lm.loading import has_encoder, verify_checksums
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.speech import SpeechLM, open_lm
 from knnlm.memories.base import Memory, Source
@@ -374,7 +374,8 @@ class _Loader:
             try:
                 layer = {"key_layer": store.model["key_layer"], "layer": store.model["layer"]}
                 reader = open_adapters_beside(self.lm, reader_name(store), dtype=self.options.dtype, **layer)
-                reader = reader or open_reader(store, device=str(self.lm.device), dtype=self.options.dtype)
+                dtype = dtype_beside(self.lm, self.options.dtype)
+                reader = reader or open_reader(store, device=str(self.lm.device), dtype=dtype)
             except ModelError as error:
                 raise _mismatch(store, self.lm, *wrong, more=f" ({error})") from None
             check_model(store, reader)
@@ -435,23 +436,28 @@ def open_beside(lm: CausalLM, name: str, *, dtype: str) -> CausalLM:
     if (adapted := open_adapters_beside(lm, name, dtype=dtype)) is not None:
         return adapted
     if not has_encoder(name):
-        return CausalLM.open(name, device=str(lm.device), dtype=dtype)
+        return CausalLM.open(name, device=str(lm.device), dtype=dtype_beside(lm, dtype))
     if not lm.has_encoder:
         raise ParameterError(
             f"{name} is an encoder-decoder model, which reads a source beside each text, but {lm.name} is a "
             "decoder-only model. Use a decoder-only model with the same tokenizer."
         )
     try:
-        return open_lm(name, device=str(lm.device), dtype=dtype, **lm.languages)
+        return open_lm(name, device=str(lm.device), dtype=dtype_beside(lm, dtype), **lm.languages)
     except ParameterError as error:  # of the languages, which the user has not chosen for this model
         raise ModelMismatch(f"{name} cannot be mixed with {lm.name}: {error}") from None
+
+
+def dtype_beside(lm: CausalLM, dtype: str) -> str:
+    """Return the dtype of a second model: `auto` is that of the language model, whose tensors it may share."""
+    return lm.dtype if dtype == "auto" else dtype
 
 
 def open_adapters_beside(
     lm: CausalLM, name: str, *, dtype: str, key_layer: str | None = None, layer: int = -1
 ) -> CausalLM | None:
     """Open adapters of a language model as a second model with the same weights; None for another model or dtype."""
-    if not has_adapters(name) or lm.has_encoder or choose_dtype(dtype, lm.device) != lm.model.dtype:
+    if not has_adapters(name) or lm.has_encoder or dtype_beside(lm, dtype) != lm.dtype:
         return None
     verify_checksums(Path(name))
     adapters = AdapterSet.read(name)
