@@ -125,6 +125,8 @@ def test_a_second_model_has_the_precision_of_the_first(folder):
     assert whole.dtype == "bfloat16"
     assert torch.equal(logits(whole.model), logits(half.model))
     assert open_beside(half, str(folder.parent / "base"), dtype="float32").dtype == "float32"
+    double = CausalLM(tiny("llama").double(), tiny_tokenizer(), name="double")
+    assert open_beside(double, str(folder.parent / "base"), dtype="auto").dtype == "float64"
 
 
 def test_adapters_that_peft_made_elsewhere_are_opened(base, folder, tmp_path):

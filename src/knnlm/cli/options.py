@@ -146,7 +146,7 @@ class MachineFlags:
     dtype: Annotated[
         str,
         typer.Option(
-            help="Precision of the model: auto (float32 on a CPU, else bfloat16), float32, bfloat16, float16."
+            help="Precision of the model: auto (float32 on a CPU, else bfloat16), float64, float32, bfloat16, float16."
         ),
     ] = "auto"
 

@@ -312,7 +312,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the named dtype; `auto` is float32 on a CPU, where it is exact and repeatable, bfloat16 elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    known = {str(dtype)[6:]: dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
     if name not in known:
         raise ParameterError(f"Unknown dtype {name!r}: use auto, {', '.join(known)}.")
     return known[name]
