@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -10,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knnlm.datastore.suffix_array import from_documents
-from knnlm.generation.draft import LONGEST_MATCH, MAX_DRAFT, Draft, Drafter, StepTimes, StoreMatch, TextMatch
+from knnlm.generation.draft import (
+    LONGEST_MATCH,
+    MAX_DRAFT,
+    Draft,
+    Drafter,
+    StepTimes,
+    StoreMatch,
+    TextMatch,
+    choose_drafts,
+)
 
 START, VOCAB = 5, 6
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=50)
@@ -164,6 +174,31 @@ def test_draft_is_that_with_the_best_expected_speed():
         probability *= acceptance.probability(whole.classes[number], 0.9)
         expected += probability
         speeds.append(expected / (1 + 0.3 + 0.12 * (number + 1)))
-    speed, cut = made._cut(whole)
-    assert speed == pytest.approx(max(speeds), rel=1e-3)
+    (cut,) = choose_drafts([[(whole, made.expected_tokens(whole))]], made._times)
     assert len(cut) == int(np.argmax(speeds))
+
+
+@given(
+    st.lists(st.lists(st.lists(st.floats(0.05, 1), max_size=6), max_size=2), min_size=1, max_size=4),
+    st.floats(0, 1), st.floats(0.01, 0.5),
+)  # fmt: skip
+def test_texts_of_a_batch_share_the_best_length(shares, extra, each):
+    """Against all combinations of drafts of every length: most expected tokens over the time of the longest draft."""
+    times = StepTimes(extra=extra, each=each, weight=1e9)
+    candidates = []
+    for number, text in enumerate(shares):
+        own = [Draft((number,) * len(draft), (0,) * len(draft), tuple(draft)) for draft in text]
+        candidates.append([(draft, [1.0 + sum(math.prod(draft.shares[: n + 1]) for n in range(count))
+                                    for count in range(len(draft) + 1)]) for draft in own])  # fmt: skip
+    best = 0.0
+    for length in range(7):
+        best_of_each = [max([1.0, *(e[min(length, len(d))] for d, e in own)]) for own in candidates]
+        best = max(best, sum(best_of_each) / (times.relative(length)))
+    chosen = choose_drafts(candidates, times)
+    expected = [1.0 + sum(math.prod(draft.shares[: number + 1]) for number in range(len(draft))) for draft in chosen]
+    speed = sum(expected) / times.relative(max(map(len, chosen)))
+    if any(map(len, chosen)):
+        assert speed == pytest.approx(best)
+        assert speed > 1.05 * len(shares)
+    else:
+        assert best <= 1.05 * len(shares) * (1 + 1e-9)

@@ -304,12 +304,12 @@ def test_batch_of_a_server_is_read_as_without_a_graph(mixture, replays, monkeypa
                     read_prompt(model, prompt, max_tokens=9, all_logits=False)
                     batch.join(prompt, 1)
                 for step in range(5):
-                    _, context = batch.step([10 + step + row for row in range(len(batch))])
+                    _, context = batch.step([[10 + step + row] for row in range(len(batch))])
                     found.append(mixture.predict(context).log_probs())
             for rows in ([0, 2], [0]):
                 batch.keep(rows)
                 for step in range(5):
-                    _, context = batch.step([20 + step + row for row in range(len(batch))])
+                    _, context = batch.step([[20 + step + row] for row in range(len(batch))])
                     found.append(mixture.predict(context).log_probs())
         return torch.cat(found)
 

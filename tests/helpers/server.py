@@ -71,10 +71,15 @@ def chat_mixture(path: Path, template: str) -> Mixture:
 
 @contextmanager
 def serving(
-    mixture: Mixture, *, keys: ApiKeys | None = None, refresh: float = REFRESH_SECONDS, **limits: Any
+    mixture: Mixture,
+    *,
+    keys: ApiKeys | None = None,
+    refresh: float = REFRESH_SECONDS,
+    draft: bool = False,
+    **limits: Any,
 ) -> Iterator[Running]:
     """Serve a mixture within the context."""
-    service = make_service(mixture, name="docs", limits=Limits(**limits), refresh=refresh)
+    service = make_service(mixture, name="docs", limits=Limits(**limits), refresh=refresh, draft=draft)
     taken = bind("127.0.0.1", 0, keys=keys or ApiKeys())
     begun = threading.Event()
     server = make_server(service, taken, keys=keys, ready=begun.set)

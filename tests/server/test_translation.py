@@ -15,7 +15,7 @@ from helpers.models import pair_tokenizer, tiny, tiny_tokenizer
 from helpers.pairs import BruteForce, pair_lm, pairs, read_last, start_tokens
 from helpers.server import serving
 from helpers.stores import documents
-from knnlm.errors import ModelError, ShardChanged
+from knnlm.errors import ModelError, ParameterError, ShardChanged
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -361,6 +361,11 @@ def test_sounds_are_not_served(mixture, monkeypatch):
     monkeypatch.setattr(type(mixture.lm), "reads_audio", True)
     with pytest.raises(ModelError, match="reads sounds, which are not served"):
         make_service(mixture, name="x")
+
+
+def test_translations_are_not_drafted(mixture):
+    with pytest.raises(ParameterError, match="Translations cannot be drafted"):
+        make_service(mixture, name="x", draft=True)
 
 
 def test_completions_translate_their_prompts(marian, mixture):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from knnlm.cli.options import (
     USE,
+    Draft,
     Json,
     MachineFlags,
     MaxNewTokens,
@@ -29,7 +30,7 @@ from knnlm.cli.options import (
     command,
 )
 from knnlm.cli.output import console, count, err, neighbour_table, visible, without_control
-from knnlm.cli.use import check_top_p
+from knnlm.cli.use import check_top_p, show_drafts
 from knnlm.errors import KnnlmError, ParameterError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, help="The sampling temperature; 0 takes the best token.")] = 0.0,
     top_p: TopP = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.", show_default=False)] = None,
+    draft: Draft = False,
     mixture: MixtureFlags = MixtureFlags(),
     no_domain_check: NoDomainCheck = False,
     model: StoreModel = None,
@@ -79,7 +81,7 @@ def chat(
     opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
     if opened.lm.has_encoder:
         raise ParameterError(f"{store} has pairs, which are translated and not chatted with. Use knnlm translate.")
-    engine = Scheduler(opened, slots=1, queue=16, traces=TraceCache(max_bytes=1 << 20))
+    engine = Scheduler(opened, slots=1, queue=16, traces=TraceCache(max_bytes=1 << 20), draft=draft)
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     conversation = Conversation(engine, system=system, max_tokens=max_new_tokens, sampling=sampling)
     engine.start()
@@ -95,6 +97,7 @@ class Reply:
 
     tokens: list[ScoredToken] = field(default_factory=list)
     reason: str = "stopped"  # by the user, unless the model ended it
+    drafts: Mapping[str, Any] | None = None  # see `describe_drafts`; None: none were made
 
     @property
     def text(self) -> str:
@@ -145,7 +148,7 @@ class Conversation:
                     reply.tokens += event.tokens
                     yield from event.tokens
                 if isinstance(event, FinishEvent):
-                    reply.reason = event.reason
+                    reply.reason, reply.drafts = event.reason, event.drafts
         finally:
             handle.cancel()
             self.messages.append({"role": "assistant", "content": reply.text})
@@ -263,6 +266,8 @@ class Terminal:
             tokens.close()  # type: ignore[attr-defined]
             if not self.json and self.conversation.reply is not None:
                 console.print()
+                if self.conversation.reply.drafts is not None:
+                    show_drafts(self.conversation.reply.drafts)
         if self.json and self.conversation.reply is not None:
             line_of_json = json_format.dumps(reply_as_dict(line, self.conversation.reply), ensure_ascii=False)
             sys.stdout.write(f"{line_of_json}\n")
@@ -343,7 +348,8 @@ def reply_as_dict(message: str, reply: Reply) -> dict[str, Any]:
     ]  # fmt: skip
     result = {"message": message, "answer": reply.text, "finish_reason": reply.reason, "tokens": tokens}
     shares = {"supported_share": supported_share(reply.tokens), "documents": document_shares(reply.tokens)}
-    return {**result, "memory_used": any(token.weight for token in reply.tokens), **shares}
+    drafts = {} if reply.drafts is None else {"drafts": reply.drafts}
+    return {**result, "memory_used": any(token.weight for token in reply.tokens), **shares, **drafts}
 
 
 def _print_documents(tokens: Sequence[ScoredToken]) -> None:

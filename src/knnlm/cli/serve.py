@@ -16,6 +16,7 @@ import typer
 
 from knnlm.cli.options import (
     SERVE,
+    Draft,
     MachineFlags,
     MixtureFlags,
     NoDomainCheck,
@@ -66,6 +67,7 @@ def serve(
     refresh: Annotated[
         float, typer.Option(min=0.1, help="Seconds between two looks for changed shards at URLs.")
     ] = 30.0,
+    draft: Draft = False,
     mixture: MixtureFlags = MixtureFlags(),
     no_domain_check: NoDomainCheck = False,
     model: StoreModel = None,
@@ -101,14 +103,17 @@ def serve(
     if replicas is not None:
         options, others = mixture_arguments(model, machine, **mixture.settings(domain_check=not no_domain_check))
         settings = replace(
-            _replica_settings(store, name, options, others, remote), limits=_limits(limits), refresh=refresh
+            _replica_settings(store, name, options, others, remote),
+            limits=_limits(limits),
+            refresh=refresh,
+            draft=draft,
         )
         with _endpoint(settings, replicas, str(remote.ray)) as endpoint, suppress(KeyboardInterrupt):
             run.serve_endpoint(endpoint, bound, keys=keys, ready=ready)
         return
     with remote.opener() as open_index:
         opened = mixture.open(store, model, machine, domain_check=not no_domain_check, open_index=open_index)
-        service = make_service(opened, name=name, limits=_limits(limits), refresh=refresh)
+        service = make_service(opened, name=name, limits=_limits(limits), refresh=refresh, draft=draft)
         with suppress(KeyboardInterrupt):  # the usual way to stop the server
             run.serve(service, bound, keys=keys, ready=ready)
 

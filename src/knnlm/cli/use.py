@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from rich.table import Table
 from knnlm.cli.options import (
     MEMORIES_HELP,
     USE,
+    Draft,
     Json,
     KeyDtype,
     Limit,
@@ -543,9 +544,7 @@ def generate(
         int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.", show_default=False)
     ] = None,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Use the model alone.")] = False,
-    draft: Annotated[
-        bool, typer.Option("--draft", help="Copy tokens from the store and verify several at once: the same text.")
-    ] = False,
+    draft: Draft = False,
     no_domain_check: NoDomainCheck = False,
     mixture: MixtureFlags = MixtureFlags(),
     model: StoreModel = None,
@@ -568,10 +567,10 @@ def generate(
         drafts = {} if written.drafts is None else {"drafts": written.drafts}
         show(result | {"seconds": time.perf_counter() - begin} | drafts, prompt + written.text, json=json)
     if written.drafts is not None and not json:
-        _show_drafts(written.drafts)
+        show_drafts(written.drafts)
 
 
-def _show_drafts(drafts: dict[str, Any]) -> None:
+def show_drafts(drafts: Mapping[str, Any]) -> None:
     """Print how many tokens were drafted, and the documents that most of them are from."""
     parts = [f"{drafts['accepted']} of {count(drafts['drafted'], 'drafted token')} accepted"]
     longest = sorted(drafts["copied"], key=lambda each: -each["tokens"])[:3]
@@ -585,7 +584,7 @@ class WrittenText:
 
     text: str
     tokens: int
-    drafts: dict[str, Any] | None = None  # counts and copied parts; None: without drafts
+    drafts: Mapping[str, Any] | None = None  # counts and copied parts; None: without drafts
 
 
 def continue_text(

@@ -62,6 +62,7 @@ class ReplicaSettings:
     mixture: Mapping[str, Any]  # other arguments of `Mixture.open`
     limits: Limits = field(default_factory=Limits)  # of each replica
     refresh: float = REFRESH_SECONDS  # between two looks for changed shards at URLs
+    draft: bool = False
     search: RemoteSearchOptions | None = None  # of shards in other processes; None: in each replica
     threads: int = 1
     started: int = 0  # seconds since 1970
@@ -265,7 +266,8 @@ def _open_replica(settings: ReplicaSettings, number: int, actors: Sequence[Seque
     if settings.search is not None:
         options = replace(options, open_index=RemoteShards(import_ray(), settings.search, actors).open_index)
     mixture = Mixture.open(settings.store, options=options, **settings.mixture)
-    service = make_service(mixture, name=settings.name, limits=settings.limits, refresh=settings.refresh)
+    others = {"limits": settings.limits, "refresh": settings.refresh, "draft": settings.draft}
+    service = make_service(mixture, name=settings.name, **others)
     service.started = settings.started
     return Replica(service, number)
 

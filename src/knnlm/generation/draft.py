@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -39,6 +41,10 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def first(self, count: int) -> Draft:
+        """Return the first tokens of the draft."""
+        return Draft(self.tokens[:count], self.classes[:count], self.shares[:count], self.place)
 
 
 @dataclass(frozen=True)
@@ -250,31 +256,48 @@ class Drafter:
         self.identity = identity
         self.begin()
 
-    def begin(self) -> None:
-        """Begin another text; what was learnt is kept."""
+    def begin(self, prompt: int | None = None) -> None:
+        """Begin another text, with a prompt of this length; None: the first one that is drafted after is the prompt.
+
+        What was learnt is kept.
+        """
         self.drafted = self.accepted = 0  # tokens of this text
         self.copied: list[CopiedSpan] = []  # into this text
-        self._prompt: int | None = None  # its tokens
+        self._prompt = prompt
         self._last, self._length = Draft(), 0  # the draft, and the tokens before it
 
     def draft(self, tokens: Sequence[int], room: int) -> Draft:
         """Return a draft of at most `room` tokens after a text, the start token first; empty where none pays."""
+        found = [(draft, self.expected_tokens(draft)) for draft in self.candidates(tokens, room)]
+        (chosen,) = choose_drafts([found], self._times)
+        return self.take(chosen)
+
+    def candidates(self, tokens: Sequence[int], room: int) -> list[Draft]:
+        """Return drafts of at most `room` tokens after a text, the start token first."""
         count = min(room, MAX_DRAFT)
         self._prompt = len(tokens) if self._prompt is None else self._prompt
         self._last, self._length = Draft(), len(tokens)
         if count < 1:
-            return self._last
+            return []
         self._text.update(tokens)
         found = [self._text.draft(count)]
         if self._store is not None:
             tail = np.asarray(tokens[-LONGEST_MATCH:], np.int64)
             self._store.update(self._store.suffixes.encode(tail, begins=len(tokens) <= LONGEST_MATCH))
             found.append(self._store.draft(count))
-        cut = [self._cut(draft) for draft in found]
-        gain, self._last = max(cut, key=lambda each: each[0])
-        if gain < _MARGIN:
-            self._last = Draft()
-        return self._last
+        return found
+
+    def expected_tokens(self, draft: Draft) -> list[float]:
+        """Return how many tokens a step is expected to write, by the number of drafted tokens from 0 on."""
+        acceptance = self._acceptance[draft.place is None]
+        kinds = zip(draft.classes, draft.shares, strict=True)
+        accepted = accumulate((acceptance.probability(kind, share) for kind, share in kinds), mul)
+        return list(accumulate(accepted, initial=1.0))
+
+    def take(self, draft: Draft) -> Draft:
+        """Remember and return the draft that is verified after the text of the last candidates."""
+        self._last = draft
+        return draft
 
     def observe(self, accepted: int, seconds: float | None = None) -> None:
         """Learn from the verification of the last draft, and from the time of its step."""
@@ -315,17 +338,27 @@ class Drafter:
             return False
         return int(self._store.suffixes.text[last.place + between]) - 1 == tokens[last.start + between]
 
-    def _cut(self, draft: Draft) -> tuple[float, Draft]:
-        """Return the beginning of a draft that is expected to be fastest, and how much faster than no draft."""
-        acceptance = self._acceptance[draft.place is None]
-        probability, expected, best, length = 1.0, 1.0, 1.0, 0
-        for number, (kind, share) in enumerate(zip(draft.classes, draft.shares, strict=True), 1):
-            probability *= acceptance.probability(kind, share)
-            expected += probability
-            speed = expected / self._times.relative(number)
-            if speed > best:
-                best, length = speed, number
-        return best, Draft(draft.tokens[:length], draft.classes[:length], draft.shares[:length], draft.place)
+
+def choose_drafts(candidates: Sequence[Sequence[tuple[Draft, list[float]]]], times: StepTimes) -> list[Draft]:
+    """Return a draft for each text, so that one step over all of them is expected to write most tokens a second.
+
+    Each text has drafts with the tokens that are expected by their length. A step takes as long as its longest draft.
+    """
+    longest = max((len(draft) for own in candidates for draft, _ in own), default=0)
+    best, chosen = _MARGIN * len(candidates), [Draft()] * len(candidates)
+    for length in range(1, longest + 1):
+        found = [
+            max(((own[min(length, len(draft))], draft) for draft, own in each), key=_first, default=(1.0, Draft()))
+            for each in candidates
+        ]
+        speed = sum(expected for expected, _ in found) / times.relative(length)
+        if speed > best:
+            best, chosen = speed, [draft.first(length) for _, draft in found]
+    return chosen
+
+
+def _first(pair: tuple[float, Draft]) -> float:
+    return pair[0]
 
 
 def _class(match: int) -> int:

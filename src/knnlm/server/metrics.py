@@ -45,6 +45,12 @@ class _SchedulerCollector(Collector):
             "knnlm_searches": ("Contexts searched for.", scheduler.times.searched),
             "knnlm_reloads": ("Reloads of the store after a change.", scheduler.reloads),
         }
+        if scheduler.drafts is not None:
+            counters["knnlm_tokens_drafted"] = ("Tokens drafted.", scheduler.drafts.drafted)
+            counters["knnlm_tokens_accepted"] = (
+                "Drafted tokens that became part of a text.",
+                scheduler.drafts.accepted,
+            )
         for status in _remote_statuses(scheduler):
             gauges["knnlm_shards"] = ("Shards that other processes hold.", status.shards)
             gauges["knnlm_shards_unreachable"] = ("Shards that are not searched.", len(status.unreachable))

@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -172,13 +172,16 @@ class _Choice:
     started: bool = False
     low_support: bool | None = None
     memory: bool | None = None
+    drafts: Mapping[str, Any] | None = None
     missing_shards: tuple[str, ...] = ()
     share: SupportedShare = field(default_factory=SupportedShare)
 
     def summary(self) -> dict[str, Any]:
         """Return what is known at the end of the continuation."""
         memory = {} if self.memory is None else {"memory": self.memory}
-        return {**self.share.as_dict(low_support=self.low_support), **memory, **missing_body(self.missing_shards)}
+        drafts = {} if self.drafts is None else {"drafts": self.drafts}
+        support = self.share.as_dict(low_support=self.low_support)
+        return {**support, **memory, **drafts, **missing_body(self.missing_shards)}
 
 
 class ResponseWriter:
@@ -239,7 +242,7 @@ class ResponseWriter:
             choice.share.add(event.tokens)
             return choice, event.tokens
         choice.reason, choice.low_support = event.reason, event.low_support
-        choice.missing_shards, choice.memory = event.missing_shards, event.memory
+        choice.missing_shards, choice.memory, choice.drafts = event.missing_shards, event.memory, event.drafts
         self._generated += event.generated
         return choice, []
 

@@ -291,13 +291,31 @@ class TokenProvenance(BaseModel):
     shares: list[MemoryShare] | None = None
 
 
+class CopiedPart(BaseModel):
+    """Consecutive tokens of the text that were copied from a document; `start` counts the generated tokens."""
+
+    start: int
+    tokens: int
+    document: str
+    source: str
+    offset: int
+
+
+class Drafts(BaseModel):
+    """How many tokens were drafted and accepted, and the parts that were copied from the store."""
+
+    drafted: int
+    accepted: int
+    copied: list[CopiedPart]
+
+
 class Provenance(BaseModel):
     """The tokens with their sources; `id` names the trace, which can be rescored with at most `k` neighbours.
 
     `supported_share` is the share of the tokens with a support of at least 0.5, and `low_support` whether support fell
     below the request's min_support. `memory` is false for a translation without the memories: they are off, or the
-    source is outside their domain. `missing_shards` names the shards that a search on Ray has lacked. In a stream, all
-    of them are in the last chunk.
+    source is outside their domain. `drafts` is present if the server makes drafts. `missing_shards` names the shards
+    that a search on Ray has lacked. In a stream, all of them are in the last chunk.
     """
 
     id: str
@@ -306,6 +324,7 @@ class Provenance(BaseModel):
     supported_share: float | None = None
     low_support: bool | None = None
     memory: bool | None = None
+    drafts: Drafts | None = None
     missing_shards: list[str] | None = None
 
 

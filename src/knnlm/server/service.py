@@ -119,12 +119,20 @@ class Service:
     scheduler_class: type[Scheduler] = Scheduler
 
     def __init__(
-        self, mixture: Mixture, *, name: str, limits: Limits | None = None, refresh: float = REFRESH_SECONDS
+        self,
+        mixture: Mixture,
+        *,
+        name: str,
+        limits: Limits | None = None,
+        refresh: float = REFRESH_SECONDS,
+        draft: bool = False,
     ) -> None:
         self.limits = limits or Limits()
         self.name = name
         traces = TraceCache(max_bytes=self.limits.trace_bytes)
-        self.scheduler = self.scheduler_class(mixture, slots=self.limits.slots, queue=self.limits.queue, traces=traces)
+        self.scheduler = self.scheduler_class(
+            mixture, slots=self.limits.slots, queue=self.limits.queue, traces=traces, draft=draft
+        )
         self.documents = None if mixture.store is None else DocumentService(mixture.store.path, mixture.lm)
         self.metrics = Metrics(self.scheduler)
         self.started = int(time.time())

@@ -41,6 +41,8 @@ class TranslationService(Service):
     scheduler_class = Translator
 
     def __init__(self, mixture: Mixture, *, name: str, **options: Any) -> None:
+        if options.get("draft"):
+            raise ParameterError("Translations cannot be drafted. Serve the store without --draft.")
         super().__init__(mixture, name=name, **options)
         # Tokenizers are not thread-safe: this one is for request threads, which hold the lock.
         own = mixture.lm.with_own_tokenizer()

@@ -72,8 +72,18 @@ class SequenceCache(Protocol):
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these sequences, in this order."""
 
-    def step(self, tokens: Sequence[int]) -> tuple[Tensor, Context]:
-        """Read one more token of each sequence, and return (B, V) logits and the context of the memories."""
+    @property
+    def can_cut(self) -> bool:
+        """Whether several tokens of a sequence can be read at once, and the last of them be removed again."""
+
+    def step(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Context]:
+        """Read the next tokens of each sequence, and return (N, V) logits after each, and the context of the memories.
+
+        After a step with several tokens of a sequence, `cut` must be called.
+        """
+
+    def cut(self, counts: Sequence[int]) -> None:
+        """Keep only so many of the tokens of each sequence that the last step has read."""
 
 
 def supports_cache(model: KnnForCausalLM) -> bool:
@@ -131,6 +141,7 @@ class BatchedCache:
         self.device = model.mixture.lm.device  # the property takes as long as a small layer
         self.cache: Any = None
         self.lengths: list[int] = []
+        self._read = 1  # tokens of each sequence in the last step, with those that fill up the shorter ones
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -166,24 +177,68 @@ class BatchedCache:
                 layer.batch_select_indices(chosen)
                 _resize(layer, max(self.lengths))
 
-    def step(self, tokens: Sequence[int]) -> tuple[Tensor, Context]:
-        """Read one more token of each sequence in one forward pass."""
+    @property
+    def can_cut(self) -> bool:
+        """Whether no layer has dropped tokens that would be in its window again."""
+        return not any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.cache.layers)
+
+    def step(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Context]:
+        """Read the next tokens of each sequence in one forward pass, in which all have as many as the longest."""
+        counts = [len(own) for own in tokens]
+        self._read = new = max(counts)
         padding: dict[str, Tensor] = {}
         if min(self.lengths) < max(self.lengths):
-            lengths, total = torch.tensor(self.lengths), max(self.lengths) + 1
-            mask = torch.arange(total) >= total - 1 - lengths[:, None]  # (B, T)
-            padding = {"attention_mask": mask.long().to(self.device), "position_ids": lengths[:, None].to(self.device)}
-        ids = torch.tensor(tokens, device=self.device)[:, None]
+            lengths, total = torch.tensor(self.lengths)[:, None], max(self.lengths) + new
+            mask = torch.arange(total) >= total - new - lengths  # (B, T)
+            positions = lengths + torch.arange(new)
+            padding = {"attention_mask": mask.long().to(self.device), "position_ids": positions.to(self.device)}
+        ids = torch.tensor([[*own, *[own[-1]] * (new - len(own))] for own in tokens], device=self.device)
         output, context = self.model.read(
             ids,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=new,
             origins=torch.full_like(ids, Origin.GENERATED),
             **padding,
         )
-        self.lengths = [length + 1 for length in self.lengths]
-        return output.logits[:, -1], context
+        self.lengths = [length + new for length in self.lengths]
+        logits = output.logits[:, -new:].flatten(0, 1)
+        if min(counts) == new:
+            return logits, context
+        rows = torch.tensor([row * new + place for row, count in enumerate(counts) for place in range(count)])
+        return logits[rows.to(self.device)], _first_positions(context, counts, rows.to(self.device))
+
+    def cut(self, counts: Sequence[int]) -> None:
+        """Remove tokens from the end of each sequence, which moves what is left of it to the right."""
+        before, drop = max(self.lengths), [self._read - count for count in counts]
+        self.lengths = [length - own for length, own in zip(self.lengths, drop, strict=True)]
+        total = max(self.lengths)
+        if not any(drop):
+            return
+        kept = torch.arange(before - total, before) - torch.tensor(drop)[:, None]  # (B, total) of the tokens before
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                if len(set(drop)) == 1:
+                    layer.keys, layer.values = (each[..., :total, :] for each in (layer.keys, layer.values))
+                else:
+                    places = kept.clamp(min=0).to(layer.keys.device)[:, None, :, None]
+                    layer.keys, layer.values = (_gather_tokens(each, places) for each in (layer.keys, layer.values))
+
+
+def _gather_tokens(tensor: Tensor, places: Tensor) -> Tensor:
+    """Return the tokens at (B, 1, T, 1) places of a (B, H, L, D) tensor."""
+    return tensor.gather(2, places.expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+
+
+def _first_positions(context: Context, counts: Sequence[int], rows: Tensor) -> Context:
+    """Return the first positions of each sequence, at these rows, of a context with as many of each."""
+    spans = []
+    for span, count in zip(context.spans, counts, strict=True) if context.spans else ():
+        end = span.start + count
+        spans.append(
+            replace(span, tokens=span.tokens[:end], origins=None if span.origins is None else span.origins[:end])
+        )
+    return replace(context, states={source: own[rows] for source, own in context.states.items()}, spans=spans)
 
 
 def _resize(layer: Any, total: int) -> None:
@@ -225,10 +280,18 @@ class SequentialCache:
         """Drop the other sequences."""
         self.sequences = [self.sequences[row] for row in rows]
 
-    def step(self, tokens: Sequence[int]) -> tuple[Tensor, Context]:
+    @property
+    def can_cut(self) -> bool:
+        """Never: such caches have states of other kinds."""
+        return False
+
+    def cut(self, counts: Sequence[int]) -> None:
+        """Keep the only token of each sequence."""
+
+    def step(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Context]:
         """Read one more token of each sequence, one after the other."""
         results = []
-        for sequence, token in zip(self.sequences, tokens, strict=True):
+        for sequence, (token,) in zip(self.sequences, tokens, strict=True):
             sequence.tokens.append(token)
             assert sequence.origins is not None
             sequence.origins.append(Origin.GENERATED)
@@ -251,7 +314,7 @@ def choose_cache(model: KnnForCausalLM) -> SequenceCache:
                 if not _mergeable(prompt.cache, len(tokens)):
                     return SequentialCache(model)
                 cache.join(prompt, 1)
-        next_tokens = [1, 2]
+        next_tokens = [[1], [2]]
         logits, expected = batched.step(next_tokens)[0].float(), sequential.step(next_tokens)[0].float()
     except (KnnlmError, RuntimeError, ValueError, TypeError, AttributeError, IndexError):
         # A model of an unknown kind may fail in any way on a padded cache.

@@ -193,7 +193,7 @@ class PositionRequest:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """Positions that were read in one forward pass: those of one prompt, or one of each sequence."""
+    """Positions that were read in one forward pass: those of one prompt, or the next ones of each sequence."""
 
     logits: Tensor  # (N, V)
     context: Context
@@ -448,8 +448,9 @@ class _GroupPredictor:
 
 
 def _gather(context: Context, rows: Tensor) -> Context:
-    """Return some rows of a context; if it has spans, each must have one row."""
-    spans = [context.spans[row] for row in rows.tolist()] if context.spans else ()
+    """Return some rows of a context: all rows of a span, or none."""
+    wanted = set(rows.tolist())
+    spans = [span for own, span in context.each_span() if own.start in wanted]
     states = {source: states[rows] for source, states in context.states.items()}
     known = context.source_tokens
     return replace(

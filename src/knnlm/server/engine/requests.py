@@ -132,6 +132,7 @@ class FinishEvent:
     low_support: bool | None = None  # whether support fell below the request's min_support; None: it has none
     missing_shards: tuple[str, ...] = ()  # shards of the store that some of its searches lacked
     memory: bool | None = None  # of a translation: whether the memories were used; None: of another text
+    drafts: Mapping[str, Any] | None = None  # see `describe_drafts`; None: none are made
 
 
 @dataclass(frozen=True)

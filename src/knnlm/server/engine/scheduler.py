@@ -1,7 +1,7 @@
 """Continuous batching: one thread that owns the model and runs many requests at once.
 
-Each step reads one token of every sequence and a chunk of new prompts, with one search for all of them. Sequences join
-and leave between steps, so a long request does not delay a short one.
+Each step reads one token of every sequence, or several that are drafted, and a chunk of new prompts, with one search
+for all of them. Sequences join and leave between steps, so a long request does not delay a short one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from knnlm.server.engine.batching import (
     read_prompt,
     supports_cache,
 )
+from knnlm.server.engine.drafting import BatchDrafts, DraftedTokens
 from knnlm.server.engine.history import TraceCache
 from knnlm.server.engine.predict import (
     ForwardResult,
@@ -118,7 +119,13 @@ class Scheduler:
     """Runs requests with one mixture."""
 
     def __init__(
-        self, mixture: Mixture, *, slots: int = 64, queue: int = 256, traces: TraceCache | None = None
+        self,
+        mixture: Mixture,
+        *,
+        slots: int = 64,
+        queue: int = 256,
+        traces: TraceCache | None = None,
+        draft: bool = False,
     ) -> None:
         self.model = self._make_model(mixture)
         self.model.train(False)
@@ -136,6 +143,8 @@ class Scheduler:
         self._prompts: deque[_PendingPrompt] = deque()
         self._cache: SequenceCache | None = None
         self._sequences: list[GeneratedSequence] = []  # one for each row of the cache
+        self._read: list[DraftedTokens] = []  # of each sequence, in this step
+        self.drafts = BatchDrafts(mixture) if draft else None
         self._reopened: Mixture | None = None  # to be used when the running requests have ended
         self._wake = threading.Condition()
         self._stopping = False
@@ -223,6 +232,8 @@ class Scheduler:
     def _prepare(self) -> None:
         """Prepare the model for the first step."""
         self._cache = choose_cache(self.model)
+        if self.drafts is not None:
+            self.drafts.reload(self.mixture)
 
     def _wait(self) -> bool:
         """Wait for work, and return whether to continue."""
@@ -248,8 +259,7 @@ class Scheduler:
             self.forward_seconds += time.perf_counter() - began
             predicted = iter(self._predict(results) if results else [])
             self._mark_missing([pending for pending, _ in prompts])
-            for sequence in self._sequences:
-                self._advance(sequence, next(predicted).tokens[0])
+            self._advance_sequences(predicted, None if prompts else began)
             for pending, positions in prompts:
                 self._advance_prompt(pending, [next(predicted) for _ in range(positions)])
             self._keep([row for row, sequence in enumerate(self._sequences) if sequence.reason is None])
@@ -296,6 +306,8 @@ class Scheduler:
                 self.traces.clear()  # they may contain text of removed documents
             self.model.mixture = after
             self.mixtures = MixtureCache(after)
+            if self.drafts is not None:
+                self.drafts.reload(after)
             self.reloads += 1
             for store in open_stores(before) - open_stores(after):
                 store.close()
@@ -325,13 +337,17 @@ class Scheduler:
         if not self._sequences:
             return []
         assert self._cache is not None
-        logits, context = self._cache.step([sequence.last_token for sequence in self._sequences])
-        self.tokens_read += len(self._sequences)
+        if self.drafts is not None and self._cache.can_cut:
+            self._read = self.drafts.propose(self._sequences)
+        else:
+            self._read = [DraftedTokens(sequence.draw) for sequence in self._sequences]
+        read = list(zip(self._sequences, self._read, strict=True))
+        logits, context = self._cache.step([(sequence.last_token, *tokens.draft) for sequence, tokens in read])
+        self.tokens_read += sum(map(len, self._read))
         positions = [
-            PositionRequest(
-                sequence.handle.request, [sequence.draw], generated=sequence.tokens if sequence.repeats else ()
-            )
-            for sequence in self._sequences
+            PositionRequest(sequence.handle.request, [tokens.sample], generated=generated)
+            for sequence, tokens in read
+            for generated in sequence.before(tokens.draft)
         ]
         result = ForwardResult(logits, context, positions, one_prompt=False)
         if context.spans:
@@ -413,7 +429,7 @@ class Scheduler:
             for sequence, token in zip(pending.sequences, predicted[-1].tokens, strict=True):
                 sequence.state = pending.prompt.state
                 self._sequences.append(sequence)
-                self._advance(sequence, token)
+                self._advance(sequence, [token])
         elif done:
             for sequence in pending.sequences:
                 sequence.reason = "length"
@@ -421,17 +437,38 @@ class Scheduler:
         if done:  # not before: until here, an error in this step fails this request
             self._prompts.remove(pending)
 
-    def _advance(self, sequence: GeneratedSequence, token: ScoredToken) -> None:
-        """Append a sampled token to a sequence."""
-        self.tokens_generated += 1
-        self._emit(sequence, sequence.add(token, eos=token.id in self._eos))
+    def _advance_sequences(self, predicted: Iterator[PredictedPosition], began: float | None) -> None:
+        """Append the tokens of a step to every sequence; `began`: its time, if it did nothing else."""
+        if not self._sequences:
+            return
+        assert self._cache is not None
+        steps = [[next(predicted).tokens[0] for _ in range(len(read))] for read in self._read]
+        if max(map(len, self._read)) > 1:
+            self._cache.cut([read.sampled for read in self._read])
+        if self.drafts is not None:
+            self.drafts.observe(
+                self._sequences, self._read, None if began is None else time.perf_counter() - began
+            )
+        for sequence, read, tokens in zip(self._sequences, self._read, steps, strict=True):
+            self._advance(sequence, tokens[: read.sampled])
+
+    def _advance(self, sequence: GeneratedSequence, tokens: Sequence[ScoredToken]) -> None:
+        """Append sampled tokens to a sequence, until it ends."""
+        final: list[ScoredToken] = []
+        for token in tokens:
+            self.tokens_generated += 1
+            final += sequence.add(token, eos=token.id in self._eos)
+            if sequence.reason is not None:
+                break
+        self._emit(sequence, final)
         if sequence.reason is not None:
             self._finish(sequence)
 
     def _finish(self, sequence: GeneratedSequence) -> None:
         reason, low = sequence.reason or "", sequence.low_support
         missing = tuple(sorted(sequence.trace.missing_shards))
-        event = FinishEvent(sequence.choice, sequence.trace.id, reason, sequence.generated, low, missing)
+        drafts = None if self.drafts is None else self.drafts.describe(sequence)
+        event = FinishEvent(sequence.choice, sequence.trace.id, reason, sequence.generated, low, missing, drafts=drafts)
         self.events.add(sequence.handle, event, urgent=True)
         self.mean_seconds += 0.1 * (time.monotonic() - sequence.handle.submitted - self.mean_seconds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -47,6 +47,18 @@ class GeneratedSequence:
     def generated(self) -> int:
         """Number of sampled tokens."""
         return len(self.tokens)
+
+    def before(self, draft: Sequence[int]) -> list[Sequence[int]]:
+        """Return the generated tokens before the next position, and after each token of a draft, if they repeat."""
+        found: list[Sequence[int]] = [self.tokens if self.repeats else ()]
+        if draft:
+            tokens, passages = [*self.tokens], set(self._passages)
+            for token in draft:
+                tokens.append(token)
+                passage = tuple(tokens[-MIN_REPEAT:])
+                found.append(tuple(tokens) if passage in passages else ())
+                passages.add(passage)
+        return found
 
     def echo_first(self) -> list[ScoredToken]:
         """Return the first token of the prompt, which has no probability."""

@@ -1,0 +1,101 @@
+"""Drafts for the sequences of a batch: each copies tokens from the store and from its own text.
+
+One step reads the drafted tokens of all sequences, so that they share one decision about the length. A sequence samples
+its tokens in their order, up to the first one that is not the drafted one, so that its text is the same as without
+drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from knnlm.errors import ParameterError
+from knnlm.generation.draft import Drafter, StepTimes, choose_drafts
+from knnlm.generation.speculation import describe_drafts, initial_times, make_drafter
+from knnlm.mixture.mixture import Mixture
+from knnlm.server.engine.sequence import GeneratedSequence
+
+
+class DraftedTokens:
+    """The tokens that are read after the last one of a sequence, and how many of them are sampled, too."""
+
+    def __init__(self, draw: Callable[[Tensor], int], draft: Sequence[int] = ()) -> None:
+        self.draft = tuple(draft)
+        self.sampled = 0  # tokens
+        self._draw, self._agrees = draw, True
+
+    def __len__(self) -> int:
+        """Return the number of positions: the last token, and those of the draft."""
+        return 1 + len(self.draft)
+
+    def sample(self, log_p: Tensor) -> int:
+        """Return the token after the next position, or 0 if the token before it is not the drafted one."""
+        if not self._agrees:
+            return 0
+        token = self._draw(log_p)
+        self._agrees = self.sampled < len(self.draft) and token == self.draft[self.sampled]
+        self.sampled += 1
+        return token
+
+
+class BatchDrafts:
+    """Drafts for the sequences of a scheduler."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self.drafted = self.accepted = 0
+        self._mixture = mixture
+        self._times: dict[int, StepTimes] = {}  # by the number of sequences
+        self._drafters: WeakKeyDictionary[GeneratedSequence, Drafter] = WeakKeyDictionary()
+
+    def reload(self, mixture: Mixture) -> None:
+        """Draft from this state of the store, for sequences that begin from now on; builds its suffix array."""
+        self._mixture = mixture
+        make_drafter(mixture)
+
+    def propose(self, sequences: Sequence[GeneratedSequence]) -> list[DraftedTokens]:
+        """Return what is read of each sequence."""
+        found = []
+        for sequence in sequences:
+            drafter, request = self._drafter(sequence), sequence.handle.request
+            # A step writes one token more than it has drafted.
+            room = request.max_tokens - sequence.generated - 1
+            drafts = drafter.candidates([*request.tokens, *sequence.tokens], room)
+            found.append([(draft, drafter.expected_tokens(draft)) for draft in drafts])
+        chosen = choose_drafts(found, self._step_times(len(sequences)))
+        taken = (self._drafter(own).take(draft) for own, draft in zip(sequences, chosen, strict=True))
+        return [DraftedTokens(own.draw, draft.tokens) for own, draft in zip(sequences, taken, strict=True)]
+
+    def observe(
+        self, sequences: Sequence[GeneratedSequence], read: Sequence[DraftedTokens], seconds: float | None
+    ) -> None:
+        """Learn which tokens were accepted, and the time of the step; None: it did other work, too."""
+        for sequence, tokens in zip(sequences, read, strict=True):
+            accepted = min(tokens.sampled - 1, len(tokens.draft))
+            self._drafter(sequence).observe(accepted)
+            self.drafted += len(tokens.draft)
+            self.accepted += accepted
+        if seconds is not None:
+            self._step_times(len(sequences)).observe(max(map(len, read)) - 1, seconds)
+
+    def describe(self, sequence: GeneratedSequence) -> dict[str, Any]:
+        """Return the drafts of a text that ends, without the copied parts if the store has changed since it began."""
+        drafter = self._drafter(sequence)
+        try:
+            return describe_drafts(drafter, self._mixture.store, sequence.tokens)
+        except ParameterError:
+            return describe_drafts(drafter, None, sequence.tokens)
+
+    def _drafter(self, sequence: GeneratedSequence) -> Drafter:
+        if sequence not in self._drafters:
+            self._drafters[sequence] = drafter = make_drafter(self._mixture)
+            drafter.begin(prompt=len(sequence.handle.request.tokens))
+        return self._drafters[sequence]
+
+    def _step_times(self, count: int) -> StepTimes:
+        if count not in self._times:
+            self._times[count] = initial_times(self._mixture.lm.device, texts=count)
+        return self._times[count]
