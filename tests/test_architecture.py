@@ -68,7 +68,8 @@ ORDER = {
     "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "
     "studies.output studies.selection studies.store studies.votes studies.compression report",
     "server": "limits schemas documents engine.requests engine.batching engine.predict engine.history engine.sequence "
-    "engine.scheduler engine.translator metrics responses auth service translation routes app replica endpoint run",
+    "engine.batch_drafts engine.scheduler engine.translator metrics responses auth service translation routes app "
+    "replica endpoint run",
     "cli": "output options make use train maintain serve chat start plan app",
 }
 # Functions that forward to a later module of their package, and import it when they are called.

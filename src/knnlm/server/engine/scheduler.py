@@ -26,6 +26,7 @@ from knnlm.index.base import remote_status
 from knnlm.memories.base import Origin
 from knnlm.memories.knn import KnnMemory
 from knnlm.mixture.mixture import MAX_REPEATS, Mixture
+from knnlm.server.engine.batch_drafts import BatchDrafts
 from knnlm.server.engine.batching import (
     BatchedCache,
     Prompt,
@@ -35,7 +36,6 @@ from knnlm.server.engine.batching import (
     read_prompt,
     supports_cache,
 )
-from knnlm.server.engine.drafting import BatchDrafts, DraftedTokens
 from knnlm.server.engine.history import TraceCache
 from knnlm.server.engine.predict import (
     ForwardResult,
@@ -56,7 +56,7 @@ from knnlm.server.engine.requests import (
     Stopped,
     TokensEvent,
 )
-from knnlm.server.engine.sequence import GeneratedSequence
+from knnlm.server.engine.sequence import DraftedTokens, GeneratedSequence
 
 FLUSH_SECONDS = 1 / 60  # between two deliveries of events that are not urgent: one frame of a screen
 MAX_PROMPT_CHUNK = 256  # prompt tokens read in one step, so that running sequences continue
@@ -143,7 +143,7 @@ class Scheduler:
         self._prompts: deque[_PendingPrompt] = deque()
         self._cache: SequenceCache | None = None
         self._sequences: list[GeneratedSequence] = []  # one for each row of the cache
-        self._read: list[DraftedTokens] = []  # of each sequence, in this step
+        self._read: list[DraftedTokens] = []  # of each sequence, in this step; empty without drafts
         self.drafts = BatchDrafts(mixture) if draft else None
         self._reopened: Mixture | None = None  # to be used when the running requests have ended
         self._wake = threading.Condition()
@@ -334,21 +334,28 @@ class Scheduler:
 
     def _read_sequences(self) -> list[ForwardResult]:
         """Read the last token of every sequence."""
+        self._read = []
         if not self._sequences:
             return []
         assert self._cache is not None
         if self.drafts is not None and self._cache.can_cut:
             self._read = self.drafts.propose(self._sequences)
+            read = list(zip(self._sequences, self._read, strict=True))
+            logits, context = self._cache.step([(sequence.last_token, *tokens.draft) for sequence, tokens in read])
+            positions = [
+                PositionRequest(sequence.handle.request, [tokens.sample], generated=generated)
+                for sequence, tokens in read
+                for generated in sequence.before(tokens.draft)
+            ]
         else:
-            self._read = [DraftedTokens(sequence.draw) for sequence in self._sequences]
-        read = list(zip(self._sequences, self._read, strict=True))
-        logits, context = self._cache.step([(sequence.last_token, *tokens.draft) for sequence, tokens in read])
-        self.tokens_read += sum(map(len, self._read))
-        positions = [
-            PositionRequest(sequence.handle.request, [tokens.sample], generated=generated)
-            for sequence, tokens in read
-            for generated in sequence.before(tokens.draft)
-        ]
+            logits, context = self._cache.step([(sequence.last_token,) for sequence in self._sequences])
+            positions = [
+                PositionRequest(
+                    sequence.handle.request, [sequence.draw], generated=sequence.tokens if sequence.repeats else ()
+                )
+                for sequence in self._sequences
+            ]
+        self.tokens_read += len(positions)
         result = ForwardResult(logits, context, positions, one_prompt=False)
         if context.spans:
             # Generated tokens do not update the online weights: their state stays that of the prompt.
@@ -439,16 +446,16 @@ class Scheduler:
 
     def _advance_sequences(self, predicted: Iterator[PredictedPosition], began: float | None) -> None:
         """Append the tokens of a step to every sequence; `began`: its time, if it did nothing else."""
-        if not self._sequences:
+        if not self._read:
+            for sequence in self._sequences:
+                self._advance(sequence, next(predicted).tokens)
             return
         assert self._cache is not None
+        assert self.drafts is not None
         steps = [[next(predicted).tokens[0] for _ in range(len(read))] for read in self._read]
         if max(map(len, self._read)) > 1:
             self._cache.cut([read.sampled for read in self._read])
-        if self.drafts is not None:
-            self.drafts.observe(
-                self._sequences, self._read, None if began is None else time.perf_counter() - began
-            )
+        self.drafts.observe(self._sequences, self._read, None if began is None else time.perf_counter() - began)
         for sequence, read, tokens in zip(self._sequences, self._read, steps, strict=True):
             self._advance(sequence, tokens[: read.sampled])
 

@@ -20,6 +20,28 @@ SUPPORT_TOKENS = 8  # whose mean support is compared with a request's min_suppor
 GREEDY_TEMPERATURE = 1e-4  # at and below it, the most probable token is taken
 
 
+class DraftedTokens:
+    """The tokens that are read after the last one of a sequence, and how many of them are sampled, too."""
+
+    def __init__(self, draw: Callable[[Tensor], int], draft: Sequence[int] = ()) -> None:
+        self.draft = tuple(draft)
+        self.sampled = 0  # tokens
+        self._draw, self._agrees = draw, True
+
+    def __len__(self) -> int:
+        """Return the number of positions: the last token, and those of the draft."""
+        return 1 + len(self.draft)
+
+    def sample(self, log_p: Tensor) -> int:
+        """Return the token after the next position, or 0 if the token before it is not the drafted one."""
+        if not self._agrees:
+            return 0
+        token = self._draw(log_p)
+        self._agrees = self.sampled < len(self.draft) and token == self.draft[self.sampled]
+        self.sampled += 1
+        return token
+
+
 class GeneratedSequence:
     """One continuation: samples tokens, sets their text, and holds them back while they may begin a stop string."""
 

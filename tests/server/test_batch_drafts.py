@@ -16,7 +16,7 @@ from knnlm.generation.draft import StepTimes
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
-from knnlm.server.engine import drafting
+from knnlm.server.engine import batch_drafts
 from knnlm.server.engine.batching import BatchedCache, Prompt, SequentialCache, choose_cache, read_prompt
 from knnlm.server.engine.requests import FinishEvent, GenerationRequest, MemoryOverrides, Penalties, TokensEvent
 from knnlm.server.engine.scheduler import Scheduler
@@ -27,7 +27,7 @@ TEXTS = documents(10)
 @pytest.fixture(autouse=True)
 def drafts_nearly_always(monkeypatch):
     """So that much is accepted and much is rejected."""
-    monkeypatch.setattr(drafting, "initial_times", lambda *_, **__: StepTimes(extra=0.0, each=0.001, weight=1e9))
+    monkeypatch.setattr(batch_drafts, "initial_times", lambda *_, **__: StepTimes(extra=0.0, each=0.001, weight=1e9))
 
 
 def open_lm(family):

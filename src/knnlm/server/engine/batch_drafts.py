@@ -7,39 +7,15 @@ drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
-
-from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.generation.draft import Drafter, StepTimes, choose_drafts
 from knnlm.generation.speculation import describe_drafts, initial_times, make_drafter
 from knnlm.mixture.mixture import Mixture
-from knnlm.server.engine.sequence import GeneratedSequence
-
-
-class DraftedTokens:
-    """The tokens that are read after the last one of a sequence, and how many of them are sampled, too."""
-
-    def __init__(self, draw: Callable[[Tensor], int], draft: Sequence[int] = ()) -> None:
-        self.draft = tuple(draft)
-        self.sampled = 0  # tokens
-        self._draw, self._agrees = draw, True
-
-    def __len__(self) -> int:
-        """Return the number of positions: the last token, and those of the draft."""
-        return 1 + len(self.draft)
-
-    def sample(self, log_p: Tensor) -> int:
-        """Return the token after the next position, or 0 if the token before it is not the drafted one."""
-        if not self._agrees:
-            return 0
-        token = self._draw(log_p)
-        self._agrees = self.sampled < len(self.draft) and token == self.draft[self.sampled]
-        self.sampled += 1
-        return token
+from knnlm.server.engine.sequence import DraftedTokens, GeneratedSequence
 
 
 class BatchDrafts:
