@@ -570,7 +570,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         readers = self.mixture.readers
         sources, trunks = self.mixture.lm_sources, readers.trunks(self.mixture.history_lengths)
         layers = [readers.layer(source) for source in (*sources, *trunks)]
-        given = self._one_token(layers, inputs)
+        given = self._step(layers, inputs)
         written = None if given is None else replayed(given)
         if written is not None:
             *states, logits = written
@@ -581,8 +581,8 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         keys = {source: own.float() for source, own in zip(sources, states[: len(sources)], strict=True)}
         return output, keys | dict(zip(trunks, states[len(sources) :], strict=True))
 
-    def _one_token(self, layers: Sequence[KeyLayer], inputs: Mapping[str, Any]) -> ModelPass | None:
-        """Return the pass of the base model over one new token of each text; None: its inputs are others."""
+    def _step(self, layers: Sequence[KeyLayer], inputs: Mapping[str, Any]) -> ModelPass | None:
+        """Return the pass of the base model over new tokens of each text; None: its inputs are others."""
         cache, count = inputs.get("past_key_values"), int(self.base.config.get_text_config().num_hidden_layers)
         others = [name for name, value in inputs.items() if name not in _STEP_ARGUMENTS and value is not None]
         if others or not isinstance(cache, Cache) or len(cache.layers) < count or inputs.get("use_cache") is False:
