@@ -2,12 +2,15 @@
 
     python benchmarks/drafts.py CORPUS... --store 60000 --limit 3000 --prompts 8     # half an hour on two cores
     python benchmarks/drafts.py CORPUS... --limit 20000 --prompts 32 --device cuda
+    python benchmarks/drafts.py CORPUS... --student lora64 --memories decoder,knn,cache --limit 20000 --device cuda
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. The store is built from
 train, with an index on a CPU, and the weights are chosen on valid. Prompts are parts of test documents or, with --from
 train, of stored ones. Each is continued by the model alone, by the mixture, and by the mixture with drafts, in turn, so
 that the load of the machine is the same for all. `tokens a step` counts the tokens that one pass generates; `same` the
-texts that are equal with drafts and without.
+texts that are equal with drafts and without. `decoder=DIR` among the memories is a trained decoder, and `decoder` one
+that is trained here on the tokens of the store: with --student of so many of the model's blocks, or loraR, of adapters
+of rank R.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +34,9 @@ from knnlm.generation.draft import Drafter
 from knnlm.generation.speculation import make_drafter
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
+from knnlm.training.initial_model import open_initial_model
 from perplexity import parser_for, split
 
 MODES: dict[str, dict[str, Any]] = {
@@ -44,7 +51,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for corpus in options.corpus:
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(corpus, Path(folder) / "store", lm, options)
+            rows += measure(corpus, Path(folder), lm, options)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
     show(rows)
@@ -53,6 +60,9 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = parser_for(__doc__)
     parser.add_argument("--memories", default="knn,ngram")
+    parser.add_argument("--student", help="train a decoder: its number of blocks, or loraR")
+    parser.add_argument("--epochs", type=int, default=3, help="of the student")
+    parser.add_argument("--learning-rate", type=float, help="of the student (default: that of the trainer)")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -68,8 +78,8 @@ class Figures:
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "mixture": 0.0, "drafts": 0.0})
     tokens: dict[str, int] = field(default_factory=lambda: {"model": 0, "mixture": 0, "drafts": 0})
     passes: int = 0  # with drafts
-    drafted: int = 0
-    accepted: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)  # tokens by their source
+    accepted: Counter[str] = field(default_factory=Counter)
     same: int = 0
 
     def speed(self, system: str) -> float:
@@ -77,12 +87,18 @@ class Figures:
         return self.tokens[system] / self.seconds[system]
 
 
-def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Build and tune a store, and return a row for each mode."""
-    store = knnlm.build(first_documents(split(corpus, "train"), lm, options.store), path, lm=lm)
+    train = list(first_documents(split(corpus, "train"), lm, options.store))
+    store = knnlm.build(train, folder / "store", lm=lm)
     if lm.device.type == "cpu":
         store.build_index()
-    mixture = Mixture.open(path, lm, memories=options.memories, use_tuned=False)
+    memories = options.memories
+    if options.student:
+        train_student(folder / "student", [document.text for document in train], lm, options)
+        named = {"decoder": f"decoder={folder / 'student'}"}
+        memories = ",".join(named.get(name, name) for name in memories.split(","))
+    mixture = Mixture.open(folder / "store", lm, memories=memories, use_tuned=False)
     mixture.tune(split(corpus, "valid"), limit=options.limit, samples=0)
     model = KnnForCausalLM(mixture)
     rows = []
@@ -95,6 +111,15 @@ def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace)
         rows.append(row_of(corpus, mode, figures))
         print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def train_student(folder: Path, texts: list[str], lm: CausalLM, options: argparse.Namespace) -> None:
+    """Train a decoder on some texts."""
+    rank = int(options.student[4:]) if options.student.startswith("lora") else 0
+    initial = open_initial_model(options.model, like=lm, layers=None if rank else int(options.student))
+    config = DecoderConfig(epochs=options.epochs, learning_rate=options.learning_rate, lora=rank)
+    card = train_decoder(lm.encode_all(texts), initial, folder, config, device=options.device)
+    print(f"student: {card.steps} steps in {card.seconds:.1f} s, {card.losses}", flush=True)
 
 
 def prompts(corpus: Path, lm: CausalLM, options: argparse.Namespace) -> Iterator[torch.Tensor]:
@@ -133,8 +158,8 @@ def compare(
         figures.tokens[system] += len(tokens)
         written[system] = tokens
     figures.passes += len(written["drafts"]) - drafter.accepted
-    figures.drafted += drafter.drafted
-    figures.accepted += drafter.accepted
+    figures.drafted.update(drafter.drafted_from)
+    figures.accepted.update(drafter.accepted_from)
     figures.same += written["drafts"] == written["mixture"]
 
 
@@ -148,7 +173,10 @@ def row_of(corpus: Path, mode: str, figures: Figures) -> dict[str, Any]:
         "drafts_of_model": round(speeds["drafts"] / speeds["model"], 3),
         "drafts_of_mixture": round(speeds["drafts"] / speeds["mixture"], 3),
         "tokens_per_step": round(figures.tokens["drafts"] / figures.passes, 2),
-        "accepted": round(figures.accepted / max(1, figures.drafted), 3),
+        "accepted": round(figures.accepted.total() / max(1, figures.drafted.total()), 3),
+        "accepted_from": {
+            source: f"{figures.accepted[source]} of {count}" for source, count in figures.drafted.items()
+        },
         "same": figures.same,
     }
 

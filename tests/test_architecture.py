@@ -57,7 +57,7 @@ ORDER = {
         "em readers evidence gate online weights layer repetition support source_domain spec saved loader mixture"
     ),
     "evaluation": "evaluate continuations overlap samples explain quality odds trace sweep support tune",
-    "generation": "draft speculation model_graph cache step_graph causal chat seq2seq",
+    "generation": "draft speculation model_graph cache step_graph student causal chat seq2seq",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher "
     "model_teacher packed_attention head_loss decoder_pass lora selection decoder_trainer selecting_trainer decoder "
     "adapt",

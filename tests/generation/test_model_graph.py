@@ -291,6 +291,25 @@ def test_drafted_text_is_that_without_a_graph(mixture, replays, monkeypatch, see
     assert torch.equal(model.generate(IDS, **settings, draft=drafter), expected)
 
 
+@pytest.mark.parametrize("seed", [None, 4], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("decoder", ["whole", "adapters"])
+def test_student_and_model_read_drafts_with_graphs(folder, store, replays, monkeypatch, decoder, seed):
+    """Its drafts have different lengths, and some are rejected."""
+    mixture = opened(folder, store, decoder)
+    never, fast = (StepTimes(extra=extra, each=0.01, weight=1e9) for extra in (1e3, 0.0))
+    drafter = Drafter(None, never, student_times=fast)
+    settings = {**SETTINGS, "max_new_tokens": 60, "do_sample": seed is not None, "seed": seed}
+    model = KnnForCausalLM(mixture)
+    found = model.generate(IDS, **settings, draft=drafter)
+    assert 0 < drafter.accepted < drafter.drafted
+    assert {shape.tokens for shape in model_graphs(mixture.lm)._graphs} >= {8}
+    assert {shape.tokens for shape in model_graphs(reader(mixture))._graphs} == {1}
+    assert replays.replayed > 20
+    monkeypatch.setattr(model_graph, "capturable", lambda _: False)
+    assert torch.equal(model.generate(IDS, **settings), found)
+    assert torch.equal(model.generate(IDS, **settings, draft=drafter), found)
+
+
 def test_batch_of_a_server_is_read_as_without_a_graph(mixture, replays, monkeypatch):
     """Sequences join and leave a batch, whose padding is removed."""
     model = KnnForCausalLM(mixture)
@@ -436,22 +455,25 @@ def test_too_little_memory_for_a_graph_is_no_warning(mixture, replays, monkeypat
 WITHOUT = {"mistral", "gemma2", "gemma3", "bloom", "mpt", "gpt_neo", "falcon_sequential", "dbrx"}
 
 
-def read_padded(lm):
-    """The (B, V) logits of each of eight tokens after two texts, one of which is padded."""
+def read_padded(lm, lengths=(1,) * 8):
+    """The (B, T, V) logits of steps of so many tokens after two texts, one of which is padded."""
     past, mask = DynamicCache(config=lm.model.config), MASK[[1, 0]]
-    steps = [PADDED[[1, 0]], *(torch.full((2, 1), 9 + step) for step in range(8))]
+    steps = [PADDED[[1, 0]], *(9 + step + torch.arange(2 * length).view(2, -1) for step, length in enumerate(lengths))]
     found = []
     with torch.no_grad():
         for tokens in steps:
             if found:
-                mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+                mask = torch.cat([mask, torch.ones_like(tokens)], 1)
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             texts = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
             accepted = accepted_arguments(type(lm.model).forward)
             inputs = {name: value for name, value in texts.items() if name in accepted}
             (logits,) = read_with_graph(ModelPass(lm, [], True, {**inputs, "past_key_values": past, "use_cache": True}))
-            found.append(logits[:, -1])
-    return torch.stack(found)
+            found.append(logits)
+            if tokens.shape[1] == 3:  # as after a draft
+                past.crop(-2)
+                mask = mask[:, :-2]
+    return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize(
@@ -462,10 +484,20 @@ def test_passes_of_each_family_are_those_without_a_graph(replays, monkeypatch, f
     lm = CausalLM(tiny(family), tiny_tokenizer(), name=family)
     if attention is not None:
         lm.model.set_attn_implementation(attention)
-    found = read_padded(lm)
-    assert replays.replayed == (0 if family in WITHOUT else replayed(8, models=1))
+    drafts = (1, 3, 1, 2, 3, 1, 8, 1, 3, 12, 1, 2)
+    found = [read_padded(lm), read_padded(lm, drafts)]
+    graphs = model_graphs(lm)._graphs
+    expected = replayed(8 + drafts.count(1), models=1) + replayed(sum(1 < each < 9 for each in drafts), models=1)
+    if family in WITHOUT:
+        assert replays.replayed == 0
+    else:
+        assert replays.replayed == expected
+        assert {shape.tokens for shape in graphs} == {1, 8}
+        (held,) = {captured.held for captured in graphs.values()}
+        assert len(held.storages) == len(layer_list(lm.model))
     monkeypatch.setattr(model_graph, "capturable", lambda _: False)
-    torch.testing.assert_close(found, read_padded(lm), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0], read_padded(lm), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], read_padded(lm, drafts), rtol=1e-4, atol=1e-4)
 
 
 def test_half_precision_is_captured(replays):
@@ -541,11 +573,15 @@ def test_passes_of_other_kinds_are_not_captured(replays, monkeypatch):
     _, past = passes(lm)
     plain_pass = ModelPass(lm, [], True, {"input_ids": torch.full((1, 1), 9), "past_key_values": past})
     total = len(PROMPTS[0]) + 1
+    several = torch.ones(1, total + 3), torch.arange(total - 1, total + 3)[None]
     mask, positions = torch.ones(1, total), torch.tensor([[total - 1]])
     with torch.no_grad():
         assert shape() is not None
         assert shape(attention_mask=mask, position_ids=positions) is not None
-        assert shape(tokens=2) is None
+        assert shape(tokens=2) is not None
+        assert shape(tokens=4, attention_mask=several[0], position_ids=several[1]) is not None
+        assert shape(tokens=4, attention_mask=mask, position_ids=positions) is None
+        assert shape(tokens=33) is None
         assert shape(past_key_values=None) is None
         assert shape(attention_mask=mask) is None  # its positions depend on the family
         assert shape(attention_mask=mask[:, 1:], position_ids=positions) is None

@@ -205,7 +205,9 @@ def test_drafts_of_another_state_of_the_store_are_not_attributed(lm, tmp_path):
     path = build(TEXTS, tmp_path / "docs.store", lm=lm).path
     mixture = Mixture.open(path, lm, memories="knn:0.2", use_tuned=False)
     drafter = make_drafter(mixture)
-    assert describe_drafts(drafter, mixture.store, []) == {"drafted": 0, "accepted": 0, "copied": []}
+    sources = {source: {"drafted": 0, "accepted": 0} for source in ("store", "text", "student")}
+    expected = {"drafted": 0, "accepted": 0, "sources": sources, "copied": []}
+    assert describe_drafts(drafter, mixture.store, []) == expected
     remove(path, document=next(mixture.store.documents()).id)
     with pytest.raises(ParameterError, match="has changed"):
         describe_drafts(drafter, Mixture.open(path, lm).store, [])

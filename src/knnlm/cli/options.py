@@ -75,9 +75,7 @@ NoOnline = Annotated[
         "trained with evidence of the text so far still uses it.",
     ),
 ]
-Draft = Annotated[
-    bool, typer.Option("--draft", help="Copy tokens from the store and verify several at once: the same text.")
-]
+Draft = Annotated[bool, typer.Option("--draft", help="Draft tokens and verify several at once: the same text.")]
 NoDomainCheck = Annotated[
     bool,
     typer.Option(

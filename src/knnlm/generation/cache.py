@@ -8,7 +8,7 @@ after those of the base model, so that they follow every change of a beam.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -64,6 +64,10 @@ class MemoryState:
     pending: _HistoryLayer = field(default_factory=_HistoryLayer)
     # By the reader's number and the first of its blocks that run: not 0 where it shares those before with the model.
     reader_caches: dict[tuple[int, int], Cache] = field(default_factory=dict)
+    # By the reader's number, its keys and logits at tokens that the language model has not read yet.
+    ahead: dict[int, list[dict[Source, Tensor]]] = field(default_factory=dict)
+    last: ForwardStep | None = None
+    length: int = 0  # tokens after the last step, of which some may be removed since
 
     def attach(self, cache: Cache) -> None:
         """Append the layers that the cache does not have yet."""
@@ -94,6 +98,11 @@ class ForwardStep:
     origins: Tensor | None = None  # (B, T) of the tokens; None: all are given
     # By the number of a reader with an encoder, what its decoder reads of the (B,) sources.
     encoded: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def after(self, count: int) -> ForwardStep:
+        """Return the step without its first tokens."""
+        positions = None if self.positions is None else self.positions[..., count:]
+        return replace(self, tokens=self.tokens[:, count:], positions=positions)
 
 
 def text_cache(cache: Any) -> Any:
@@ -151,10 +160,16 @@ def advance(
     for reading in mixture.readers.wanted(mixture.history_lengths):
         reader, model = reading.number, reading.model
         if reader:
-            past = _reader_cache(state, reader, model) if isinstance(cache, Cache) else None
+            past = reader_cache(state, reader, model) if isinstance(cache, Cache) else None
             trunk = keys[trunk_of(model)] if isinstance(model, TopLM) else None
-            inputs = _reader_inputs(model, step, step.encoded.get(reader), past=past, trunk=trunk)
-            others = _run_reader(mixture, reading, inputs, length=step.tokens.shape[1])
+            read = state.ahead.pop(reader, [])
+            if len(read) < step.tokens.shape[1]:
+                read.append(run_reader(mixture, reading, step.after(len(read)), past=past, trunk=trunk))
+            others = (
+                read[0]
+                if len(read) == 1
+                else {source: torch.cat([own[source] for own in read], 1) for source in read[0]}
+            )
             every |= others
             states |= {source: own[:, step.kept].flatten(0, 1) for source, own in others.items()}
     origins = torch.zeros_like(step.tokens) if step.origins is None else step.origins.to(step.tokens)
@@ -165,12 +180,14 @@ def advance(
             if source not in state.keys:
                 state.keys[source] = _HistoryLayer()  # type: ignore[no-untyped-call]
             state.keys[source].append(every[source], step.tokens)
+    state.last, state.length = step, state.tokens.get_seq_length()
     if isinstance(cache, Cache):
         state.attach(cache)
     return Context(states, spans_of(state, step, mixture.layer) if with_spans else ())
 
 
-def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> Cache:
+def reader_cache(state: MemoryState, reader: int, model: CausalLM) -> Cache:
+    """Return the cache of a reader, or of its last blocks."""
     place = (reader, model.first if isinstance(model, TopLM) else 0)
     if place not in state.reader_caches:
         if any(number == reader for number, _ in state.reader_caches):
@@ -186,14 +203,14 @@ def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> Cache:
 
 
 def _reader_inputs(
-    model: CausalLM,
+    reading: Reading,
     step: ForwardStep,
-    encoded: Mapping[str, Any] | None,
     *,
     past: Cache | None,
     trunk: Tensor | None,  # (B, T, D) states of the language model that stand for the tokens
 ) -> dict[str, Any]:
     """Return what another reader reads at a step."""
+    model, encoded = reading.model, step.encoded.get(reading.number)
     accepted = accepted_arguments(type(model.model).forward)
     offered: dict[str, Any] = {"past_key_values": past, "use_cache": past is not None}
     if encoded is not None:
@@ -206,9 +223,12 @@ def _reader_inputs(
     return text | {name: value for name, value in offered.items() if name in accepted and value is not None}
 
 
-def _run_reader(mixture: Mixture, reading: Reading, inputs: Mapping[str, Any], *, length: int) -> dict[Source, Tensor]:
-    """Run another reader, and return its (B, T, D) keys and (B, T, V) logits at the last `length` positions."""
+def run_reader(
+    mixture: Mixture, reading: Reading, step: ForwardStep, *, past: Cache | None, trunk: Tensor | None
+) -> dict[Source, Tensor]:
+    """Run another reader, and return its (B, T, D) keys and (B, T, V) logits at the tokens of the step."""
     number, model, places, wants_logits = reading
+    inputs, length = _reader_inputs(reading, step, past=past, trunk=trunk), step.tokens.shape[1]
     layers = [mixture.readers.layer(source, model) for source in places]
     written = read_with_graph(ModelPass(model, layers, wants_logits, inputs))
     last = [own[:, -length:] for own in written]

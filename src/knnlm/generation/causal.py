@@ -55,8 +55,9 @@ from knnlm.generation.cache import (
 )
 from knnlm.generation.draft import MAX_DRAFT, Drafter
 from knnlm.generation.model_graph import ModelPass, replayed, run_model
-from knnlm.generation.speculation import Speculation, SpeculationMixin, StoreCandidates, make_drafter
+from knnlm.generation.speculation import Candidates, Speculation, SpeculationMixin, drafting_student, make_drafter
 from knnlm.generation.step_graph import step_graphs
+from knnlm.generation.student import DraftingStudent
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.key_layers import KeyLayer
@@ -254,9 +255,10 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         `readable_mask` (B, T) marks the tokens of the prompts that update the online weights and that the cache reads,
         for example those that a user wrote, and not those of a chat template; None: all.
 
-        `draft` copies tokens from the store and from the text and verifies several at once: the same text in less
-        time. With a `seed`, or with drafts, text that is sampled without beams depends on the seed and the
-        probabilities alone; its scores are 0 for the sample and -inf for other tokens. None: any seed.
+        `draft` copies tokens from the store and from the text, or takes those of a decoder of the mixture, and
+        verifies several at once: the same text in less time. With a `seed`, or with drafts, text that is sampled
+        without beams depends on the seed and the probabilities alone; its scores are 0 for the sample and -inf for
+        other tokens. None: any seed.
 
         With deferred checks, a generation in which a search turns out inexact is repeated with checks at each token.
         """
@@ -282,7 +284,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         candidates, stops = None, False
         if draft is not False:
             stops = self._check_drafts(*args, **kwargs)
-            candidates = StoreCandidates(make_drafter(self.mixture) if draft is True else draft)
+            candidates = Candidates(make_drafter(self.mixture) if draft is True else draft)
             if (config := kwargs.get("generation_config")) is not None:
                 kwargs["generation_config"] = config = copy.deepcopy(config)
                 config.prompt_lookup_num_tokens = MAX_DRAFT
@@ -295,6 +297,11 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
             return output
         prompt = _prompt(args, kwargs)
         return candidates.cut(output, 1 if prompt is None else prompt.shape[1])
+
+    def _student(self, cache: Any, processors: Any) -> DraftingStudent | None:
+        """Return the decoder of the mixture that drafts; None: there is none."""
+        reading = drafting_student(self.mixture)
+        return None if reading is None else DraftingStudent(self.mixture, reading, cache, processors)
 
     def _check_drafts(self, *args: Any, **kwargs: Any) -> bool:
         """Raise an error for what cannot be generated with drafts; return whether the text has other ends than eos."""
@@ -563,7 +570,7 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         readers = self.mixture.readers
         sources, trunks = self.mixture.lm_sources, readers.trunks(self.mixture.history_lengths)
         layers = [readers.layer(source) for source in (*sources, *trunks)]
-        given = self._one_token(layers, inputs)
+        given = self._step(layers, inputs)
         written = None if given is None else replayed(given)
         if written is not None:
             *states, logits = written
@@ -574,8 +581,8 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         keys = {source: own.float() for source, own in zip(sources, states[: len(sources)], strict=True)}
         return output, keys | dict(zip(trunks, states[len(sources) :], strict=True))
 
-    def _one_token(self, layers: Sequence[KeyLayer], inputs: Mapping[str, Any]) -> ModelPass | None:
-        """Return the pass of the base model over one new token of each text; None: its inputs are others."""
+    def _step(self, layers: Sequence[KeyLayer], inputs: Mapping[str, Any]) -> ModelPass | None:
+        """Return the pass of the base model over new tokens of each text; None: its inputs are others."""
         cache, count = inputs.get("past_key_values"), int(self.base.config.get_text_config().num_hidden_layers)
         others = [name for name, value in inputs.items() if name not in _STEP_ARGUMENTS and value is not None]
         if others or not isinstance(cache, Cache) or len(cache.layers) < count or inputs.get("use_cache") is False:

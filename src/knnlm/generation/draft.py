@@ -4,15 +4,20 @@ A draft costs little and is verified by one pass of the mixture over all its tok
 without drafts. It pays where the text repeats what was written before, and costs time elsewhere. So its length follows
 from what is expected of it: a token is drafted while the probability that it is accepted, together with all tokens
 before it, is larger than its share in the time of a step. Both are estimated during the generation.
+
+A decoder of the mixture, a student, drafts too. Each of its tokens takes a pass of the student, which the mixture needs
+anyway if the token is accepted. Whether another token is drafted is decided after each pass, by how much more probable
+it is to the student than the next one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,10 +29,16 @@ _SAMPLE = 64  # rows of a match whose followers are counted
 _PLACES = 8  # where two tokens occurred last in the text, that are compared
 _EDGES = (1, 2, 3, 5, 9, 17)  # the shortest match of each class
 _PRIOR = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85)  # the share of drafted tokens that are accepted, by the class of the match
+_LEADS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # of a student's token in log-probability, the smallest of each class
+_LEAD_PRIOR = (0.5, 0.55, 0.65, 0.75, 0.85, 0.95)  # the same share, by the class of the lead
 _PRIOR_TOKENS = 6.0  # that the prior counts as
 _FORGETTING = 0.97  # of what was observed, at each token of its class
 _FADING = 0.997  # of what was observed, at each step: a draft that was rejected is tried again later
 _MARGIN = 1.05  # that a draft must be faster than a step without one
+_COMPARED = 64  # steps with drafts, after which one without measures the time of a step again
+_MAX_SURPRISE = 2.0  # times the expected time, that a step counts as at most: the machine may have done something else
+
+STORE, TEXT, STUDENT = "store", "text", "student"
 
 
 @dataclass(frozen=True)
@@ -35,16 +46,31 @@ class Draft:
     """Tokens that may come next."""
 
     tokens: tuple[int, ...] = ()
-    classes: tuple[int, ...] = ()  # of the match before each token
+    classes: tuple[int, ...] = ()  # of the match before each token, or of its lead
     shares: tuple[float, ...] = ()  # of the occurrences of the match that each token followed
-    place: int | None = None  # of the first token in the text of the suffix array; None: from the text itself
+    place: int | None = None  # of the first token in the text of the suffix array; None: not from the store
+    source: str = TEXT
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, count: int) -> Draft:
         """Return the first tokens of the draft."""
-        return Draft(self.tokens[:count], self.classes[:count], self.shares[:count], self.place)
+        return replace(self, tokens=self.tokens[:count], classes=self.classes[:count], shares=self.shares[:count])
+
+
+Candidate = tuple[Draft, list[float]]  # with the tokens that a step is expected to write, by the number of drafted ones
+
+
+class Proposal(NamedTuple):
+    """The token that a student would choose next."""
+
+    token: int
+    lead: float  # in the log-probability, with the noise of a sample, before the next token
+
+
+# Returns the proposal after a text with some drafted tokens, each call with one token more.
+Propose = Callable[[Sequence[int]], Proposal]
 
 
 @dataclass(frozen=True)
@@ -82,8 +108,11 @@ class StoreMatch:
             trial = max(known + 1, min(trial, failed - 1))
         self.length, (self.low, self.high) = known, rows
 
-    def draft(self, count: int) -> Draft:
-        """Return the most frequent continuation, of at most this many tokens."""
+    def draft(self, count: int, pays: Callable[[int, float], bool] = lambda *_: True) -> Draft:
+        """Return the most frequent continuation, of at most this many tokens.
+
+        `pays` is called with the class and the share of each token of a frequent match, and is true if it is drafted.
+        """
         tokens: list[int] = []
         shares: list[float] = []
         low, high, length = self.low, self.high, self.length
@@ -91,7 +120,7 @@ class StoreMatch:
         while self.length and len(tokens) < count and high - low > 1 and length < DEPTH - 1:
             rows = np.unique(np.linspace(low, high - 1, min(high - low, _SAMPLE)).astype(np.int64))
             number, votes = Counter(self.suffixes.following(rows, length).tolist()).most_common(1)[0]
-            if not number:  # most of these documents end here
+            if not number or not pays(_class(length), votes / len(rows)):  # 0: most of these documents end here
                 break
             bounds = self.suffixes.extend_match(np.array([low]), np.array([high]), np.array([number]), length)
             low, high = int(bounds[0][0]), int(bounds[1][0])
@@ -107,7 +136,7 @@ class StoreMatch:
             shares += [1.0] * len(rest)
         classes = [_class(self.length + number) for number in range(len(tokens))]
         place = int(order[low]) + self.length if tokens else None
-        return Draft(tuple(tokens), tuple(classes), tuple(shares), place)
+        return Draft(tuple(tokens), tuple(classes), tuple(shares), place, STORE)
 
     def _rows(self, numbers: Ints) -> tuple[int, int]:
         """Return the rows of the suffix array at which these numbers stand, followed by a token."""
@@ -184,22 +213,40 @@ class StepTimes:
     def __init__(self, *, extra: float, each: float, weight: float = 4.0) -> None:
         """Take the initial estimates, and the number of steps that they count as."""
         self._alone: list[float] = []  # seconds of the last steps without a draft
+        self._drafts = 0  # steps with drafts since the last one without
         self._sums = np.zeros((2, 2))
         self._products = np.zeros(2)
         self._line = extra, each
         for tokens in (1.0, MAX_DRAFT):
             self._add(tokens, extra + each * tokens, weight)
+        self._initial = self._sums.copy(), self._products.copy()
+
+    @property
+    def needs_comparison(self) -> bool:
+        """Whether the time of a step without a draft is not known, or not known any more."""
+        return self._drafts >= (_COMPARED if self._alone else 2)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Add a step."""
         if not tokens:
-            self._alone = [*self._alone[-8:], seconds]
-        elif self._alone:
+            if not self._drafts:  # nothing is drafted at present: what was observed is forgotten
+                self._sums += (1 - _FADING) * (self._initial[0] - self._sums)
+                self._products += (1 - _FADING) * (self._initial[1] - self._products)
+                self._fit()
+            self._alone, self._drafts = [*self._alone[-8:], seconds], 0
+            return
+        self._drafts += 1
+        if self._alone:
             self._sums *= _FORGETTING
             self._products *= _FORGETTING
-            self._add(tokens, seconds / float(np.median(self._alone)) - 1, 1.0)
-            extra, each = np.linalg.solve(self._sums + 1e-6 * np.eye(2), self._products)
-            self._line = float(extra), float(each)
+            relative = min(seconds / float(np.median(self._alone)), _MAX_SURPRISE * self.relative(tokens))
+            self._add(tokens, relative - 1, 1.0)
+            self._fit()
+
+    @property
+    def each(self) -> float:
+        """The expected time of one more drafted token."""
+        return max(0.0, self._line[1])
 
     def relative(self, tokens: int) -> float:
         """Return the expected time of a step, relative to one without a draft."""
@@ -207,76 +254,107 @@ class StepTimes:
             return 1.0
         return max(1.0, 1 + self._line[0] + self._line[1] * tokens)
 
+    def _fit(self) -> None:
+        extra, each = np.linalg.solve(self._sums + 1e-6 * np.eye(2), self._products)
+        self._line = float(extra), float(each)
+
     def _add(self, tokens: float, more: float, weight: float) -> None:
         row = np.array([1.0, tokens])
         self._sums += weight * np.outer(row, row)
         self._products += weight * more * row
 
 
-@dataclass
 class Acceptance:
-    """The share of drafted tokens that are accepted, by the class of the match."""
+    """The share of drafted tokens that are accepted, by their class."""
 
-    accepted: list[float] = field(default_factory=lambda: [0.0] * len(_EDGES))
-    tried: list[float] = field(default_factory=lambda: [0.0] * len(_EDGES))
+    def __init__(self, prior: Sequence[float] = _PRIOR) -> None:
+        self._prior = prior
+        self._accepted, self._tried = [0.0] * len(prior), [0.0] * len(prior)
+        self.mean = float(np.mean(prior))  # of all classes
 
-    def probability(self, number: int, share: float) -> float:
-        """Return the probability that a token is accepted after a match of a class."""
-        known = (self.accepted[number] + _PRIOR_TOKENS * _PRIOR[number]) / (self.tried[number] + _PRIOR_TOKENS)
+    def probability(self, number: int, share: float = 1.0) -> float:
+        """Return the probability that a token of a class is accepted."""
+        known = (self._accepted[number] + _PRIOR_TOKENS * self._prior[number]) / (self._tried[number] + _PRIOR_TOKENS)
         return known * share
 
     def fade(self) -> None:
         """Forget a little of all that was observed."""
-        self.accepted = [_FADING * each for each in self.accepted]
-        self.tried = [_FADING * each for each in self.tried]
+        self._accepted = [_FADING * each for each in self._accepted]
+        self._tried = [_FADING * each for each in self._tried]
 
-    def observe(self, draft: Draft, accepted: int) -> None:
-        """Count the tokens of a draft up to the first one that was not accepted."""
-        for place in range(min(len(draft), accepted + 1)):
-            number = draft.classes[place]
-            self.tried[number] = _FORGETTING * self.tried[number] + 1
-            self.accepted[number] = _FORGETTING * self.accepted[number] + (place < accepted)
+    def observe(self, number: int, *, accepted: bool) -> None:
+        """Count a token of a class."""
+        self._tried[number] = _FORGETTING * self._tried[number] + 1
+        self._accepted[number] = _FORGETTING * self._accepted[number] + accepted
+        self.mean = _FORGETTING * self.mean + (1 - _FORGETTING) * accepted
 
 
 class Drafter:
-    """Drafts for one text after another, from a store and from the text itself."""
+    """Drafts for one text after another, from a store, from the text itself, and from a student."""
 
     def __init__(
         self,
         suffixes: SuffixArray | None,
         times: StepTimes,
         *,
+        student_times: StepTimes | None = None,
         identity: Hashable = None,
     ) -> None:
-        """Take the suffix array of a store, and the `identity` of that store."""
+        """Take the suffix array of a store and the `identity` of that store.
+
+        The times of steps are those with tokens that were copied, and those with tokens of a student, of which None
+        are drafted without `student_times`.
+        """
         self._store = None if suffixes is None else StoreMatch(suffixes)
         self._text = TextMatch()
-        self._times = times
-        self._acceptance = (Acceptance(), Acceptance())  # from the store, and from the text
+        self._times, self._student_times = times, student_times
+        self._acceptance = {STORE: Acceptance(), TEXT: Acceptance(), STUDENT: Acceptance(_LEAD_PRIOR)}
         self.identity = identity
         self.begin()
 
     def begin(self, prompt: int | None = None) -> None:
-        """Begin another text, with a prompt of this length; None: the first one that is drafted after is the prompt.
+        """Begin another text, with a prompt of this length; None: the first text that is drafted after is the prompt.
 
         What was learnt is kept.
         """
-        self.drafted = self.accepted = 0  # tokens of this text
+        # Tokens of this text by their source.
+        self.drafted_from, self.accepted_from = (dict.fromkeys((STORE, TEXT, STUDENT), 0) for _ in range(2))
         self.copied: list[CopiedSpan] = []  # into this text
         self._prompt = prompt
         self._last, self._length = Draft(), 0  # the draft, and the tokens before it
+        self._proposed: list[Proposal] = []  # after the same tokens; of these, the draft may have the first ones
 
-    def draft(self, tokens: Sequence[int], room: int) -> Draft:
-        """Return a draft of at most `room` tokens after a text, the start token first; empty where none pays."""
-        found = [(draft, self.expected_tokens(draft)) for draft in self.candidates(tokens, room)]
-        (chosen,) = choose_drafts([found], self._times)
-        return self.take(chosen)
+    @property
+    def drafted(self) -> int:
+        """The tokens of this text that were drafted."""
+        return sum(self.drafted_from.values())
 
-    def candidates(self, tokens: Sequence[int], room: int) -> list[Draft]:
-        """Return drafts of at most `room` tokens after a text, the start token first."""
+    @property
+    def accepted(self) -> int:
+        """The tokens of this text that were drafted and accepted."""
+        return sum(self.accepted_from.values())
+
+    def draft(self, tokens: Sequence[int], room: int, propose: Propose | None = None) -> Draft:
+        """Return a draft of at most `room` tokens after a text, the start token first; empty where none pays.
+
+        `propose` returns what a student proposes; None: it cannot.
+        """
+        found = self.candidates(tokens, room, self._times.each)
+        gain, (self._last,) = choose_drafts([found], self._times)
+        if any(times is not None and times.needs_comparison for times in (self._times, self._student_times)):
+            self._last = Draft()
+        elif propose is not None and self._student_times is not None and room > 0:
+            self._last = self._ask(propose, min(room, MAX_DRAFT), gain, self._student_times) or self._last
+        return self._last
+
+    def candidates(self, tokens: Sequence[int], room: int, least: float) -> list[Candidate]:
+        """Return what may be copied after a text, the start token first, at most `room` tokens.
+
+        Tokens that are accepted with a probability below `least` are left out.
+        """
         count = min(room, MAX_DRAFT)
         self._prompt = len(tokens) if self._prompt is None else self._prompt
-        self._last, self._length = Draft(), len(tokens)
+        self._last, self._length, self._proposed = Draft(), len(tokens), []
         if count < 1:
             return []
         self._text.update(tokens)
@@ -284,32 +362,52 @@ class Drafter:
         if self._store is not None:
             tail = np.asarray(tokens[-LONGEST_MATCH:], np.int64)
             self._store.update(self._store.suffixes.encode(tail, begins=len(tokens) <= LONGEST_MATCH))
-            found.append(self._store.draft(count))
-        return found
+            left, acceptance = 1.0, self._acceptance[STORE]
 
-    def expected_tokens(self, draft: Draft) -> list[float]:
-        """Return how many tokens a step is expected to write, by the number of drafted tokens from 0 on."""
-        acceptance = self._acceptance[draft.place is None]
+            def pays(kind: int, share: float) -> bool:
+                nonlocal left
+                left *= acceptance.probability(kind, share)
+                return left >= least
+
+            found.append(self._store.draft(count, pays))
+        return [self._expect(draft, least) for draft in found]
+
+    def _expect(self, draft: Draft, least: float) -> Candidate:
+        """Return a draft without the tokens that are too improbable, and the tokens that are expected with it."""
+        acceptance = self._acceptance[draft.source]
         kinds = zip(draft.classes, draft.shares, strict=True)
         accepted = accumulate((acceptance.probability(kind, share) for kind, share in kinds), mul)
-        return list(accumulate(accepted, initial=1.0))
+        expected = list(accumulate(takewhile(lambda each: each >= least, accepted), initial=1.0))
+        return draft.first(len(expected) - 1), expected
 
-    def take(self, draft: Draft) -> Draft:
-        """Remember and return the draft that is verified after the text of the last candidates."""
+    def take(self, draft: Draft) -> None:
+        """Set the draft that is verified after the text of the last candidates."""
         self._last = draft
-        return draft
 
-    def observe(self, accepted: int, seconds: float | None = None) -> None:
-        """Learn from the verification of the last draft, and from the time of its step."""
-        for each in self._acceptance:
+    def observe(self, accepted: int, seconds: float | None = None, following: int | None = None) -> None:
+        """Learn from the verification of the last draft, from the token after it, and from the time of its step."""
+        last = self._last
+        for each in self._acceptance.values():
             each.fade()
-        self.drafted += len(self._last)
-        self.accepted += accepted
-        if accepted and self._last.place is not None:
-            self.copied.append(CopiedSpan(self._length - (self._prompt or 0), accepted, self._last.place))
-        self._acceptance[self._last.place is None].observe(self._last, accepted)
+        self.drafted_from[last.source] += len(last)
+        self.accepted_from[last.source] += accepted
+        if accepted and last.place is not None:
+            self.copied.append(CopiedSpan(self._length - (self._prompt or 0), accepted, last.place))
+        if last.source != STUDENT:
+            for place, number in enumerate(last.classes[: accepted + 1]):
+                self._acceptance[last.source].observe(number, accepted=place < accepted)
+        chosen = [*last.tokens[:accepted], following]
+        for proposal, token in zip(self._proposed, chosen, strict=False):
+            if token is None:
+                break
+            self._acceptance[STUDENT].observe(_class(proposal.lead, _LEADS), accepted=proposal.token == token)
+            if proposal.token != token:  # those after it are proposals for another text
+                break
         if seconds is not None:
-            self._times.observe(len(self._last), seconds)
+            if last.source != STUDENT:
+                self._times.observe(len(last), seconds)
+            if self._student_times is not None and (not last or last.source == STUDENT):
+                self._student_times.observe(len(last), seconds)
 
     def copied_spans(self, tokens: Sequence[int]) -> list[CopiedSpan]:
         """Return what was copied into generated tokens; spans are joined if the token between is the store's too."""
@@ -338,29 +436,61 @@ class Drafter:
             return False
         return int(self._store.suffixes.text[last.place + between]) - 1 == tokens[last.start + between]
 
+    def _ask(self, propose: Propose, count: int, gain: float, times: StepTimes) -> Draft:
+        """Return what a student drafts; empty where that is not expected to be faster than `gain`."""
+        acceptance = self._acceptance[STUDENT]
+        probability, expected = 1.0, 1.0
+        surest = max(acceptance.probability(number) for number in range(len(_LEADS)))
+        if self._reachable(expected, surest, 1, count, times) <= gain:
+            return Draft()  # the first pass of the student is then one with that of the language model
+        tokens: list[int] = []
+        while len(tokens) < count:
+            self._proposed.append(propose(tokens))
+            probability *= acceptance.probability(_class(self._proposed[-1].lead, _LEADS))
+            if self._reachable(expected, probability, len(tokens) + 1, count, times) <= gain:
+                break
+            tokens.append(self._proposed[-1].token)
+            expected += probability
+            gain = expected / times.relative(len(tokens))
+        classes = tuple(_class(each.lead, _LEADS) for each in self._proposed[: len(tokens)])
+        return Draft(tuple(tokens), classes, (1.0,) * len(tokens), None, STUDENT) if tokens else Draft()
 
-def choose_drafts(candidates: Sequence[Sequence[tuple[Draft, list[float]]]], times: StepTimes) -> list[Draft]:
+    def _reachable(self, expected: float, probability: float, length: int, count: int, times: StepTimes) -> float:
+        """Return the best expected speed with `length` or more tokens of a student.
+
+        `probability` is that all of the first `length` are accepted, and `expected` the tokens of the step without the
+        last of them. Those after it are accepted as often as the student's tokens on average.
+        """
+        best, mean = 0.0, self._acceptance[STUDENT].mean
+        for number in range(length, count + 1):
+            expected += probability
+            probability *= mean
+            best = max(best, expected / times.relative(number))
+        return best
+
+
+def choose_drafts(candidates: Sequence[Sequence[Candidate]], times: StepTimes) -> tuple[float, list[Draft]]:
     """Return a draft for each text, so that one step over all of them is expected to write most tokens a second.
 
-    Each text has drafts with the tokens that are expected by their length. A step takes as long as its longest draft.
+    The number is how much faster than without drafts that is; where too little is expected, the drafts are empty, and it
+    is what would be needed. A step takes as long as its longest draft.
     """
     longest = max((len(draft) for own in candidates for draft, _ in own), default=0)
-    best, chosen = _MARGIN * len(candidates), [Draft()] * len(candidates)
+    best, chosen = _MARGIN, [Draft()] * len(candidates)
     for length in range(1, longest + 1):
-        found = [
-            max(((own[min(length, len(draft))], draft) for draft, own in each), key=_first, default=(1.0, Draft()))
-            for each in candidates
-        ]
-        speed = sum(expected for expected, _ in found) / times.relative(length)
+        found = [_best(own, length) for own in candidates]
+        speed = sum(expected for expected, _ in found) / len(found) / times.relative(length)
         if speed > best:
             best, chosen = speed, [draft.first(length) for _, draft in found]
-    return chosen
+    return best, chosen
 
 
-def _first(pair: tuple[float, Draft]) -> float:
-    return pair[0]
+def _best(candidates: Sequence[Candidate], length: int) -> tuple[float, Draft]:
+    """Return the draft of a text that is expected to write most tokens with at most `length` drafted ones."""
+    found = [(expected[min(length, len(draft))], draft) for draft, expected in candidates]
+    return max(found, key=lambda each: each[0], default=(1.0, Draft()))
 
 
-def _class(match: int) -> int:
-    """Return the class of a match by its length."""
-    return next((number for number in reversed(range(len(_EDGES))) if match >= _EDGES[number]), 0)
+def _class(value: float, edges: Sequence[float] = _EDGES) -> int:
+    """Return the class of the length of a match, or of a lead."""
+    return next((number for number in reversed(range(len(edges))) if value >= edges[number]), 0)

@@ -1,9 +1,10 @@
-"""The pass of a model over one new token of each text as a CUDA graph.
+"""The pass of a model over one new token of each text, or over the tokens of a draft, as a CUDA graph.
 
 The language model reads every new token, and so does a decoder that is mixed with it, with a cache of its own. On a
 GPU, launching the kernels of such a pass takes longer than running them. It is therefore captured once for each number
-of texts and capacity of the cache, and replayed: keys and values are written into buffers of a fixed size, at a place
-that is an input of the graph, and positions after it are masked.
+of texts, capacity of the cache and number of tokens, and replayed: keys and values are written into buffers of a fixed
+size, at places that are inputs of the graph, and positions after each token are masked. A draft is padded to one of few
+numbers of tokens; graphs that differ in that alone share their buffers.
 
 The layers of the model's cache remain what `generate` reorders, repeats and crops. After a replayed pass they are
 views of the buffers; layers that were changed since are copied into the buffers before the next one.
@@ -20,7 +21,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ from knnlm.lm.key_layers import KeyLayer
 
 MIN_CAPACITY, MAX_CAPACITY = 256, 8192  # tokens of a text; powers of two
 MAX_POSITIONS = 1 << 17  # of all texts together: the buffers of a graph take as much memory as a cache
-MAX_GRAPHS = 8  # of a model, of different shapes
+COUNTS = (1, 8, 32)  # tokens of a pass; others are padded to the next number
+MAX_GRAPHS = 12  # of a model, of different shapes
 KEPT_PASSES = 1000  # of a model, after which a graph that was not replayed makes room for another
 
 _MAX_CHANGE, _MAX_HALF_CHANGE = 1e-3, 0.02  # of what a pass computes, relative, in float32 and in half precision
@@ -47,6 +49,7 @@ class _Shape(NamedTuple):
     thread: int  # the buffers of a graph are used by one thread, as a replay in another one would overwrite them
     rows: int
     capacity: int  # tokens of a text
+    tokens: int  # of each text that are read, padding included
     read: tuple[str, torch.dtype, torch.device]
     layers: tuple[tuple[str, int], ...]
     logits: bool
@@ -86,20 +89,21 @@ class ModelPass:
     def shape(self) -> _Shape | None:
         """Return what a graph of the pass depends on; None: it is computed without a graph."""
         given = self.inputs.get(self.argument)
-        if given is None or given.shape[1] != 1 or not capturable(given.device):
+        if given is None or given.shape[1] > COUNTS[-1] or not capturable(given.device):
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled(given.device.type) or not _supports(self.model):
             return None
-        rows, cache = len(given), self.inputs.get("past_key_values")
+        (rows, tokens), cache = given.shape[:2], self.inputs.get("past_key_values")
         before = _length(cache, rows, given.device)
-        if before is None or not _are_plain(self.inputs, rows, before + 1):
+        if before is None or not _are_plain(self.inputs, rows, tokens, before + tokens):
             return None
-        capacity = max(MIN_CAPACITY, 1 << (before + 1).bit_length())  # larger than the text
+        count = next(each for each in COUNTS if each >= tokens)
+        capacity = max(MIN_CAPACITY, 1 << (before + count).bit_length())  # larger than the text
         if capacity > MAX_CAPACITY or rows * capacity > MAX_POSITIONS:
             return None
         places = tuple((layer.place, layer.layer) for layer in self.layers)
         read = (self.argument, given.dtype, given.device)
-        return _Shape(threading.get_ident(), rows, capacity, read, places, self.logits)
+        return _Shape(threading.get_ident(), rows, capacity, count, read, places, self.logits)
 
 
 def run_model(model: Any, layers: Sequence[KeyLayer], inputs: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
@@ -136,14 +140,14 @@ def _length(cache: Any, rows: int, device: torch.device) -> int | None:
     return length if length and found == {(rows, length, device)} else None
 
 
-def _are_plain(inputs: Mapping[str, Any], rows: int, total: int) -> bool:
-    """Whether mask and positions are those of one token after `total` - 1 others of each text."""
+def _are_plain(inputs: Mapping[str, Any], rows: int, tokens: int, total: int) -> bool:
+    """Whether mask and positions are those of the last tokens of texts of `total` tokens."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None and mask.shape != (rows, total):
         return False
     if positions is None:
         return mask is None  # some families count the tokens of the mask
-    return positions.dim() == 2 and len(positions) in (1, rows) and positions.shape[1] == 1
+    return positions.dim() == 2 and len(positions) in (1, rows) and positions.shape[1] == tokens
 
 
 @lru_cache(maxsize=16)
@@ -152,42 +156,15 @@ def accepted_arguments(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
-class _Buffers(CacheLayerMixin):
-    """Keys and values (B, H, L, D) of one layer of a cache; those of a new token are written at a place (1,)."""
+class _Storage:
+    """Keys and values (B, H, L, D) of one layer of a cache."""
 
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, like: DynamicLayer, capacity: int, place: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, like: DynamicLayer, capacity: int) -> None:
         assert like.keys is not None
         assert like.values is not None
         self.keys, self.values = (
             tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[-1]) for tensor in (like.keys, like.values)
         )
-        self.place = place
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Leave the buffers, which are made with the layer."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write (B, H, 1, D) keys and values at the place, and return the buffers."""
-        self.keys.index_copy_(2, self.place, key_states)
-        self.values.index_copy_(2, self.place, value_states)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
-        """Return the length and offset that a mask would have."""
-        return self.keys.shape[2], 0
-
-    def get_seq_length(self) -> int:
-        """Return a number that is never that of the tokens: a graph would contain it, which the first replay shows."""
-        return self.keys.shape[2] - 1
-
-    def get_max_length(self) -> int:
-        """Return the capacity."""
-        return self.keys.shape[2]
 
     def begins(self, layer: DynamicLayer) -> bool:
         """Whether the states of a layer are the first ones of the buffers."""
@@ -217,6 +194,60 @@ class _Buffers(CacheLayerMixin):
         layer.keys, layer.values = self.keys.narrow(2, 0, length), self.values.narrow(2, 0, length)
 
 
+class _Held:
+    """The buffers of all layers, and the layers whose states they may contain."""
+
+    def __init__(self, like: Sequence[DynamicLayer], capacity: int) -> None:
+        self.storages = [_Storage(layer, capacity) for layer in like]
+        self._users: list[ref[DynamicLayer]] = []  # which may be views of the buffers
+
+    def hold(self, layers: Sequence[DynamicLayer]) -> None:
+        """Let the buffers begin with the states of these layers, unless they do."""
+        users = [user() for user in self._users]
+        held = len(users) == len(layers) and all(user is layer for user, layer in zip(users, layers, strict=True))
+        if held and all(own.begins(layer) for own, layer in zip(self.storages, layers, strict=True)):
+            return
+        for own, user, layer in zip(self.storages, users or layers, layers, strict=True):
+            for each in (user, layer):
+                if each is not None and each.is_initialized:
+                    own.release(each)
+            own.copy_from(layer, clear=not held)
+        self._users = [ref(layer) for layer in layers]
+
+
+class _Buffers(CacheLayerMixin):
+    """One layer of a cache whose keys and values (B, H, L, D) of new tokens are written at a place (T,)."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, storage: _Storage, place: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys, self.values, self.place = storage.keys, storage.values, place
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Leave the buffers, which are made with the layer."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write (B, H, T, D) keys and values at the place, and return the buffers."""
+        self.keys.index_copy_(2, self.place, key_states)
+        self.values.index_copy_(2, self.place, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        """Return the length and offset that a mask would have."""
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        """Return a number that is never that of the tokens: a graph would contain it, which the first replay shows."""
+        return self.keys.shape[2] - 1
+
+    def get_max_length(self) -> int:
+        """Return the capacity."""
+        return self.keys.shape[2]
+
+
 def _share(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
@@ -226,17 +257,20 @@ class _Captured:
 
     graph: CapturedGraph
 
-    def __init__(self, given: ModelPass, capacity: int) -> None:
-        tokens = given.inputs[given.argument]
-        rows, device = len(tokens), tokens.device
+    def __init__(self, given: ModelPass, shape: _Shape, held: _Held) -> None:
+        tokens, rows, count = given.inputs[given.argument], shape.rows, shape.tokens
+        device = tokens.device
         self.argument = given.argument
-        self.tokens = torch.empty_like(tokens)  # (B, 1) tokens or (B, 1, D) states
-        self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.mask = torch.zeros(rows, 1, 1, capacity, dtype=torch.bool, device=device)
-        self.place = torch.zeros(1, dtype=torch.long, device=device)
-        self.buffers = [_Buffers(layer, capacity, self.place) for layer in given.own_layers]
+        # Those that pad a draft are any that were read before.
+        self.tokens = tokens.new_zeros(rows, count, *tokens.shape[2:])  # (B, T) tokens or (B, T, D) states
+        self.positions = torch.zeros(rows, count, dtype=torch.long, device=device)
+        self.mask = torch.zeros(rows, 1, count, shape.capacity, dtype=torch.bool, device=device)
+        self.place = torch.zeros(count, dtype=torch.long, device=device)
+        self._steps = torch.arange(count, device=device)
+        self._every = torch.arange(shape.capacity, device=device)
+        self.held = held
+        self.buffers = [_Buffers(storage, self.place) for storage in held.storages]
         self.dtype = self.buffers[0].keys.dtype
-        self._users: list[ref[DynamicLayer]] = []  # layers that may be views of the buffers
         self._weights = list(given.model.model.parameters())
         self._pointers = self._places_of_weights()
 
@@ -267,44 +301,34 @@ class _Captured:
 
     def fill(self, given: ModelPass) -> int:
         """Copy the inputs of a pass, and return the length of the texts after it."""
-        layers = given.own_layers
-        total = layers[0].get_seq_length() + 1
-        self._hold(layers)
-        self.place.fill_(total - 1)
-        self.tokens.copy_(given.inputs[self.argument])
+        layers, tokens = given.own_layers, given.inputs[given.argument]
+        before, count = layers[0].get_seq_length(), int(tokens.shape[1])
+        total: int = before + count
+        self.held.hold(layers)
+        torch.add(self._steps, before, out=self.place)
+        self.tokens[:, :count].copy_(tokens)
         positions, mask = given.inputs.get("position_ids"), given.inputs.get("attention_mask")
-        self.positions.copy_(self.place if positions is None else positions)
+        self.positions[:, :count].copy_(self.place[:count] if positions is None else positions)
         self.mask.zero_()
-        visible = self.mask[:, 0, 0, :total]
+        visible = self.mask[:, 0, :, :total]
         if mask is None:
             visible.fill_(True)
         else:
-            visible.copy_(mask)
+            visible.copy_(mask[:, None])
+        if len(self.place) > 1:
+            visible.logical_and_(self._every[:total] <= self.place[:, None])
         return total
 
-    def _hold(self, layers: Sequence[DynamicLayer]) -> None:
-        """Let the buffers begin with the states of these layers, unless they do."""
-        users = [user() for user in self._users]
-        held = len(users) == len(layers) and all(user is layer for user, layer in zip(users, layers, strict=True))
-        if held and all(own.begins(layer) for own, layer in zip(self.buffers, layers, strict=True)):
-            return
-        for own, user, layer in zip(self.buffers, users or layers, layers, strict=True):
-            for each in (user, layer):
-                if each is not None and each.is_initialized:
-                    own.release(each)
-            own.copy_from(layer, clear=not held)
-        self._users = [ref(layer) for layer in layers]
-
-    def replay(self) -> list[Tensor]:
-        """Return what the pass over the present inputs computes."""
+    def replay(self, count: int) -> list[Tensor]:
+        """Return what the pass over the present inputs computes of their first tokens."""
         self.graph.replay()
-        return [tensor.clone() for tensor in self.graph.written]
+        return [tensor[:, :count].clone() for tensor in self.graph.written]
 
     def step(self, given: ModelPass) -> list[Tensor]:
         """Return what a pass computes, and extend its cache."""
         total = self.fill(given)
-        written = self.replay()
-        for own, layer in zip(self.buffers, given.own_layers, strict=True):
+        written = self.replay(given.inputs[given.argument].shape[1])
+        for own, layer in zip(self.held.storages, given.own_layers, strict=True):
             own.lend(layer, total)
         return written
 
@@ -341,8 +365,9 @@ class ModelGraphs:
         self._passes: Counter[_Shape] = Counter()  # without a graph
         self._replays: dict[_Shape, int] = {}  # the last one of each graph, counted over all passes
         self._count = 0
+        self._held: WeakValueDictionary[tuple[Any, ...], _Held] = WeakValueDictionary()
         self._too_large: set[_Shape] = set()
-        self._works = True
+        self._failed: set[int] = set()  # numbers of tokens
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -356,7 +381,9 @@ class ModelGraphs:
             self._replays[shape] = self._count
             return self._graphs[shape].step(given)
         self._passes[shape] += 1
-        if not self._works or self._passes[shape] <= WARM_RUNS or shape in self._too_large or not self._has_room():
+        if shape.tokens in self._failed or self._passes[shape] <= WARM_RUNS or shape in self._too_large:
+            return None
+        if not self._has_room():
             return None
         return self._capture(given, shape)
 
@@ -380,27 +407,36 @@ class ModelGraphs:
         try:
             # Tensors of inference mode could not be written again outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                captured = _Captured(given, shape.capacity)
+                captured = _Captured(given, shape, self._buffers(given, shape))
                 captured.capture(given, _shared_pool(shape.read[2]))
-                found = captured.replay()
+                found = captured.replay(given.inputs[given.argument].shape[1])
         except torch.OutOfMemoryError:
             self._too_large.add(shape)
             return None
         except Exception as error:  # of any family; they have no common base class
-            self._give_up(given, f"cannot be captured into a CUDA graph ({error})")
+            self._give_up(given, shape, f"cannot be captured into a CUDA graph ({error})")
             return None
         expected = given.run()
         if all(_is_same(*pair, captured.dtype) for pair in zip(found, expected, strict=True)):
             self._graphs[shape], self._replays[shape] = captured, self._count
         else:
-            self._give_up(given, "computes something else as a CUDA graph")
+            self._give_up(given, shape, "computes something else as a CUDA graph")
         return expected
 
-    def _give_up(self, given: ModelPass, why: str) -> None:
-        self._works = False
-        self.clear()
+    def _buffers(self, given: ModelPass, shape: _Shape) -> _Held:
+        """Return the buffers of a shape, which graphs of other numbers of tokens may use too."""
+        key = (shape.thread, shape.rows, shape.capacity, shape.read[2])
+        if (held := self._held.get(key)) is None:
+            held = self._held[key] = _Held(given.own_layers, shape.capacity)
+        return held
+
+    def _give_up(self, given: ModelPass, shape: _Shape, why: str) -> None:
+        self._failed.add(shape.tokens)
+        for other in [each for each in self._graphs if each.tokens == shape.tokens]:
+            del self._graphs[other]
+        what = "one token" if shape.tokens == 1 else f"up to {shape.tokens} tokens"
         warnings.warn(
-            f"A pass of {given.model.name} over one token {why}. Generation is slower without.",
+            f"A pass of {given.model.name} over {what} {why}. Generation is slower without.",
             KnnlmWarning,
             stacklevel=2,
         )

@@ -1,8 +1,8 @@
 """Generation with drafts: several tokens in one pass, and the same text as without.
 
-transformers verifies drafts in its assisted generation; here are the drafts. Text is sampled as the largest of the
-log-probabilities plus Gumbel noise, which depends on the seed and the position alone. So a sampled text is a greedy one
-of other scores, and drafts do not change it either.
+transformers verifies drafts in its assisted generation; here they are handed over. Text is sampled as the largest of
+the log-probabilities plus Gumbel noise, which depends on the seed and the position alone. So a sampled text is a greedy
+one of other scores, and drafts do not change it either.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,8 +24,11 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import SuffixArray, open_suffix_array
 from knnlm.errors import ParameterError
-from knnlm.generation.draft import Drafter, StepTimes
+from knnlm.generation.draft import MAX_DRAFT, Drafter, Proposal, StepTimes
+from knnlm.lm.shared import TopLM
+from knnlm.memories.decoder import DecoderMemory
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.readers import Reading
 from knnlm.progress import Progress, silent
 
 _MODULUS = 2**63 - 1
@@ -38,11 +42,16 @@ class KeyedSample(LogitsProcessor):
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Return (B, V) scores that are 0 for the sample after (B, T) tokens, and -inf for all others."""
-        rows = [gumbel(self._seed, row, input_ids.shape[1], scores.shape[-1]) for row in range(len(scores))]
-        best = (scores.double() + torch.stack(rows).to(scores.device)).argmax(-1, keepdim=True)
+        best = self.with_noise(input_ids, scores).argmax(-1, keepdim=True)
         return torch.full_like(scores, -torch.inf).scatter_(-1, best, 0.0)
 
+    def with_noise(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the (B, V) scores with noise: the largest one is that of the sample after (B, T) tokens."""
+        rows = [gumbel(self._seed, row, input_ids.shape[1], scores.shape[-1]) for row in range(len(scores))]
+        return scores.double() + torch.stack(rows).to(scores.device)
 
+
+@lru_cache(maxsize=MAX_DRAFT + 1)  # a draft of a student is sampled with the same noise as the text
 def gumbel(seed: int, row: int, position: int, size: int) -> Tensor:
     """Return (size,) noise that depends on these numbers alone, not on the device."""
     key = (seed * 0x9E3779B97F4A7C15 + row * 0xC2B2AE3D27D4EB4F + position * 0x165667B19E3779F9) % _MODULUS
@@ -50,7 +59,14 @@ def gumbel(seed: int, row: int, position: int, size: int) -> Tensor:
     return -(-uniform.clamp(min=1e-300).log()).log()
 
 
-class StoreCandidates(CandidateGenerator):
+class Student(Protocol):
+    """A decoder of the mixture that reads a text before the language model does."""
+
+    def propose(self, input_ids: Tensor, drafted: Sequence[int]) -> Proposal:
+        """Return the token that it would choose after a (1, T) text and some drafted tokens."""
+
+
+class Candidates(CandidateGenerator):
     """Drafts for transformers' assisted generation of one text."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -58,23 +74,26 @@ class StoreCandidates(CandidateGenerator):
         self.criteria: Any = None  # of the end of the text
         self.begin(0)
 
-    def begin(self, max_length: int) -> None:
+    def begin(self, max_length: int, student: Student | None = None) -> None:
         """Begin a text of at most this length."""
         self.drafter.begin()
-        self._max_length, self._began, self._steps = max_length, 0.0, 0
+        self._max_length, self._student, self._began, self._steps = max_length, student, 0.0, 0
 
     def get_candidates(self, input_ids: Any, **_: Any) -> Any:
         """Return the (1, T) text with the draft after it, and no scores."""
-        tokens = input_ids[0].tolist()
-        # The pass that verifies a draft also returns the token after it.
-        draft = self.drafter.draft(tokens, self._max_length - len(tokens) - 1)
         self._steps, self._began = self._steps + 1, time.perf_counter()
+        tokens = input_ids[0].tolist()
+        reads_prompt = self._steps == 1  # which the student reads with the language model
+        propose = None if self._student is None or reads_prompt else partial(self._student.propose, input_ids)
+        # The pass that verifies a draft also returns the token after it.
+        draft = self.drafter.draft(tokens, self._max_length - len(tokens) - 1, propose)
         return torch.cat([input_ids, input_ids.new_tensor([draft.tokens]).view(1, -1)], 1), None
 
     def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: Any) -> None:  # noqa: ARG002
         """Learn which tokens of the draft were accepted, and the time of the step."""
         reads_prompt = self._steps == 1
-        self.drafter.observe(int(num_matches), None if reads_prompt else time.perf_counter() - self._began)
+        seconds = None if reads_prompt else time.perf_counter() - self._began
+        self.drafter.observe(int(num_matches), seconds, int(input_ids[0, -1]))
 
     def cut(self, tokens: Tensor, start: int) -> Tensor:
         """Return the (1, T) tokens up to the first one with which a criterion is met, at or after `start`.
@@ -91,7 +110,7 @@ class StoreCandidates(CandidateGenerator):
 class Speculation:
     """How `generate` chooses tokens: with drafts, and with which noise."""
 
-    candidates: StoreCandidates | None = None  # None: without drafts
+    candidates: Candidates | None = None  # None: without drafts
     seed: int | None = None  # of keyed noise; None: as transformers samples
 
 
@@ -122,8 +141,13 @@ class SpeculationMixin:
         candidates = _active.get().candidates
         if candidates is None:
             return super()._get_candidate_generator(generation_config, *args, **kwargs)  # type: ignore[misc]
-        candidates.begin(generation_config.max_length)
+        student = self._student(kwargs["model_kwargs"]["past_key_values"], kwargs["logits_processor"])
+        candidates.begin(generation_config.max_length, student)
         return candidates
+
+    def _student(self, cache: Any, processors: Any) -> Student | None:  # noqa: ARG002  (for classes with a mixture)
+        """Return what drafts with a cache and processors of scores; None: copied tokens alone are drafted."""
+        return None
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         token = _crops.set(True)
@@ -150,21 +174,46 @@ _arrays: WeakKeyDictionary[Datastore, SuffixArray] = WeakKeyDictionary()
 
 
 def make_drafter(mixture: Mixture, *, progress: Progress = silent) -> Drafter:
-    """Return drafts from the store of a mixture and from the text itself; the suffix array is kept with the store."""
-    times, store = initial_times(mixture.lm.device), mixture.store
-    if store is None:
-        return Drafter(None, times)
-    if store not in _arrays:
-        _arrays[store] = open_suffix_array(store, progress=progress)
-    return Drafter(_arrays[store], times, identity=_identity(store))
+    """Return drafts from the store of a mixture, from the text itself, and from a decoder of the mixture.
+
+    The suffix array is kept with the store.
+    """
+    device = mixture.lm.device
+    student, student_times = drafting_student(mixture), None
+    if student is not None:
+        own, lm = (model.model.num_parameters() for model in (student.model, mixture.lm))
+        student_times = initial_times(device, student=own / (own + lm))
+    store, suffixes = mixture.store, None
+    if store is not None:
+        if store not in _arrays:
+            _arrays[store] = open_suffix_array(store, progress=progress)
+        suffixes = _arrays[store]
+    identity = None if store is None else _identity(store)
+    return Drafter(suffixes, initial_times(device), student_times=student_times, identity=identity)
 
 
-def initial_times(device: torch.device, *, texts: int = 1) -> StepTimes:
-    """Return estimates of the time of a step over so many texts."""
+def initial_times(device: torch.device, *, texts: int = 1, student: float = 0.0) -> StepTimes:
+    """Return estimates for steps over so many texts, with the share of a step that a student takes for a token."""
     # On a GPU, a pass over several tokens takes hardly longer than one over a single token.
     extra, each = (0.05, 0.02) if device.type == "cuda" else (0.1, 0.08)
     alone = 1 + each * (texts - 1)
-    return StepTimes(extra=extra / alone, each=each * texts / alone)
+    return StepTimes(extra=extra / alone, each=each * texts / alone + student)
+
+
+def drafting_student(mixture: Mixture) -> Reading | None:
+    """Return the first decoder of a mixture that can read a text before the language model does; None: there is none.
+
+    A decoder that shares its first blocks with the language model cannot, nor one that is the language model, nor one
+    with a recurrent state, from which rejected tokens cannot be removed.
+    """
+    readings = {reading.number: reading for reading in mixture.readers.wanted(mixture.history_lengths)}
+    for memory in mixture.memories:
+        reading = readings[memory.source.reader] if isinstance(memory, DecoderMemory) else None
+        if reading is None or not reading.number or isinstance(reading.model, TopLM):
+            continue
+        if not getattr(reading.model.model, "_is_stateful", False):
+            return reading
+    return None
 
 
 def _identity(store: Datastore) -> Hashable:
@@ -201,5 +250,9 @@ def describe_drafts(drafter: Drafter, store: Datastore | None, tokens: Sequence[
     return {
         "drafted": drafter.drafted,
         "accepted": drafter.accepted,
+        "sources": {
+            source: {"drafted": count, "accepted": drafter.accepted_from[source]}
+            for source, count in drafter.drafted_from.items()
+        },
         "copied": [asdict(part) for part in copied],
     }

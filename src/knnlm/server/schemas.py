@@ -301,11 +301,17 @@ class CopiedPart(BaseModel):
     offset: int
 
 
-class Drafts(BaseModel):
-    """How many tokens were drafted and accepted, and the parts that were copied from the store."""
+class DraftedTokens(BaseModel):
+    """How many tokens were drafted and accepted."""
 
     drafted: int
     accepted: int
+
+
+class Drafts(DraftedTokens):
+    """These numbers, also by source (store, text), and the parts that were copied from the store."""
+
+    sources: dict[str, DraftedTokens]
     copied: list[CopiedPart]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from knnlm.errors import ParameterError
-from knnlm.generation.draft import Drafter, StepTimes, choose_drafts
+from knnlm.generation.draft import Draft, Drafter, StepTimes, choose_drafts
 from knnlm.generation.speculation import describe_drafts, initial_times, make_drafter
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.engine.sequence import DraftedTokens, GeneratedSequence
@@ -34,16 +34,18 @@ class BatchDrafts:
 
     def propose(self, sequences: Sequence[GeneratedSequence]) -> list[DraftedTokens]:
         """Return what is read of each sequence."""
-        found = []
+        times, count, found = self._step_times(len(sequences)), len(sequences), []
         for sequence in sequences:
             drafter, request = self._drafter(sequence), sequence.handle.request
             # A step writes one token more than it has drafted.
             room = request.max_tokens - sequence.generated - 1
-            drafts = drafter.candidates([*request.tokens, *sequence.tokens], room)
-            found.append([(draft, drafter.expected_tokens(draft)) for draft in drafts])
-        chosen = choose_drafts(found, self._step_times(len(sequences)))
-        taken = (self._drafter(own).take(draft) for own, draft in zip(sequences, chosen, strict=True))
-        return [DraftedTokens(own.draw, draft.tokens) for own, draft in zip(sequences, taken, strict=True)]
+            found.append(drafter.candidates([*request.tokens, *sequence.tokens], room, times.each / count))
+        _, chosen = choose_drafts(found, times)
+        if times.needs_comparison:
+            chosen = [Draft()] * count
+        for sequence, draft in zip(sequences, chosen, strict=True):
+            self._drafter(sequence).take(draft)
+        return [DraftedTokens(own.draw, draft.tokens) for own, draft in zip(sequences, chosen, strict=True)]
 
     def observe(
         self, sequences: Sequence[GeneratedSequence], read: Sequence[DraftedTokens], seconds: float | None
