@@ -472,8 +472,8 @@ class Drafter:
 def choose_drafts(candidates: Sequence[Sequence[Candidate]], times: StepTimes) -> tuple[float, list[Draft]]:
     """Return a draft for each text, so that one step over all of them is expected to write most tokens a second.
 
-    The number is how much faster than without drafts that is; where too little is expected, the drafts are empty, and it
-    is what would be needed. A step takes as long as its longest draft.
+    The number is how much faster than without drafts that is; where too little is expected, the drafts are empty, and
+    it is what would be needed. A step takes as long as its longest draft.
     """
     longest = max((len(draft) for own in candidates for draft, _ in own), default=0)
     best, chosen = _MARGIN, [Draft()] * len(candidates)
