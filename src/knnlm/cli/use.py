@@ -544,7 +544,8 @@ def generate(
     ] = None,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Use the model alone.")] = False,
     draft: Annotated[
-        bool, typer.Option("--draft", help="Draft tokens from store, text and decoder, verify several at once: same text.")
+        bool,
+        typer.Option("--draft", help="Draft tokens from store, text and decoder, verify several at once: same text."),
     ] = False,
     no_domain_check: NoDomainCheck = False,
     mixture: MixtureFlags = MixtureFlags(),
