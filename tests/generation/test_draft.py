@@ -16,6 +16,7 @@ from knnlm.generation.draft import (
     MAX_DRAFT,
     STORE,
     STUDENT,
+    Acceptance,
     Draft,
     Drafter,
     Proposal,
@@ -337,3 +338,37 @@ def test_faster_draft_of_store_and_student_is_used():
     assert student(made, sure, tokens=(START, *document[:14]))[0].source == STORE
     assert student(made, sure, tokens=(START, 2, 2, 0))[0].source == STUDENT
     assert student(made, [Proposal(1, 0.0)] * 9, tokens=(START, *document[:14]))[0].source == STORE
+
+
+def test_copy_that_the_student_does_not_expect_is_left():
+    """A student is asked before a copy is verified: its pass over the last token is part of the step."""
+    document = [0, 1, 2, 3, 3, 2, 1, 0, 0, 2, 1, 3, 0, 3, 1, 1] * 2
+    suffixes = from_documents([document], vocab_size=VOCAB, start_token=START)
+    never = StepTimes(extra=1e3, each=1.0, weight=1e9)
+    made = Drafter(suffixes, StepTimes(extra=0.3, each=0.1, weight=1e9), student_times=never)
+    tokens = (START, *document[:6])
+    expected = made.draft(list(tokens), 8)
+    assert expected.source == STORE
+    same, other = Proposal(expected.tokens[0], 9.0), Proposal((expected.tokens[0] + 1) % 4, 9.0)
+    assert student(made, [other], tokens=tokens) == (Draft(), [[]])
+    found, read = student(made, [same], tokens=tokens)
+    assert read == [[]]
+    assert found.source == STORE
+    assert len(found) >= len(expected)
+
+
+def test_all_classes_learn_from_one():
+    """With the counts of a class, the initial estimate of others is moved by the share of rejections expected."""
+    acceptance = Acceptance((0.5, 0.8))
+    assert acceptance.probability(0) == pytest.approx(0.5)
+    assert acceptance.mean == pytest.approx(0.65)
+    counts = np.zeros(3)
+    for number in range(30):
+        acceptance.observe(1, accepted=number % 10 > 0)
+        counts = 0.97 * counts + np.array([number % 10 > 0, number % 10 == 0, 0.2])
+    ratio = (counts[1] + 3) / (counts[2] + 3)
+    assert ratio < 0.8
+    assert acceptance.probability(0) == pytest.approx(1 - 0.5 * ratio)
+    tried = counts[0] + counts[1]
+    assert acceptance.probability(1, 0.9) == pytest.approx(0.9 * (counts[0] + 6 * (1 - 0.2 * ratio)) / (tried + 6))
+    assert acceptance.mean == pytest.approx((counts[0] + 6 * 0.65) / (tried + 6))

@@ -32,6 +32,7 @@ _PRIOR = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85)  # the share of drafted tokens that 
 _LEADS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # of a student's token in log-probability, the smallest of each class
 _LEAD_PRIOR = (0.5, 0.55, 0.65, 0.75, 0.85, 0.95)  # the same share, by the class of the lead
 _PRIOR_TOKENS = 6.0  # that the prior counts as
+_PRIOR_REJECTED = 3.0  # rejected tokens, that it counts as in the comparison with all classes
 _FORGETTING = 0.97  # of what was observed, at each token of its class
 _FADING = 0.997  # of what was observed, at each step: a draft that was rejected is tried again later
 _MARGIN = 1.05  # that a draft must be faster than a step without one
@@ -268,25 +269,33 @@ class Acceptance:
     """The share of drafted tokens that are accepted, by their class."""
 
     def __init__(self, prior: Sequence[float] = _PRIOR) -> None:
-        self._prior = prior
-        self._accepted, self._tried = [0.0] * len(prior), [0.0] * len(prior)
-        self.mean = float(np.mean(prior))  # of all classes
+        self._rejected_before = 1 - np.array(prior)
+        self._accepted, self._tried = np.zeros(len(prior)), np.zeros(len(prior))
+        self._all = np.zeros(3)  # accepted, rejected, and rejected by the initial estimates
+
+    @property
+    def mean(self) -> float:
+        """The share of all tokens."""
+        before = _PRIOR_TOKENS * (1 - self._rejected_before.mean())
+        return float((self._all[0] + before) / (self._all[:2].sum() + _PRIOR_TOKENS))
 
     def probability(self, number: int, share: float = 1.0) -> float:
         """Return the probability that a token of a class is accepted."""
-        known = (self._accepted[number] + _PRIOR_TOKENS * self._prior[number]) / (self._tried[number] + _PRIOR_TOKENS)
-        return known * share
+        # Few tokens are of one class, so the initial estimate follows those of all classes.
+        ratio = (self._all[1] + _PRIOR_REJECTED) / (self._all[2] + _PRIOR_REJECTED)
+        prior = 1 - min(1.0, ratio * self._rejected_before[number])
+        return float(share * (self._accepted[number] + _PRIOR_TOKENS * prior) / (self._tried[number] + _PRIOR_TOKENS))
 
     def fade(self) -> None:
         """Forget a little of all that was observed."""
-        self._accepted = [_FADING * each for each in self._accepted]
-        self._tried = [_FADING * each for each in self._tried]
+        for counts in (self._accepted, self._tried, self._all):
+            counts *= _FADING
 
     def observe(self, number: int, *, accepted: bool) -> None:
         """Count a token of a class."""
         self._tried[number] = _FORGETTING * self._tried[number] + 1
         self._accepted[number] = _FORGETTING * self._accepted[number] + accepted
-        self.mean = _FORGETTING * self.mean + (1 - _FORGETTING) * accepted
+        self._all = _FORGETTING * self._all + [accepted, not accepted, self._rejected_before[number]]
 
 
 class Drafter:
@@ -339,12 +348,22 @@ class Drafter:
 
         `propose` returns what a student proposes; None: it cannot.
         """
-        found = self.candidates(tokens, room, self._times.each)
+        # The student may agree with a token that is improbable else.
+        found = self.candidates(tokens, room, self._times.each if propose is None else 0.0)
+        times, count = self._student_times, min(room, MAX_DRAFT)
+        if self._times.needs_comparison or (times is not None and times.needs_comparison):
+            return self._last
         gain, (self._last,) = choose_drafts([found], self._times)
-        if any(times is not None and times.needs_comparison for times in (self._times, self._student_times)):
-            self._last = Draft()
-        elif propose is not None and self._student_times is not None and room > 0:
-            self._last = self._ask(propose, min(room, MAX_DRAFT), gain, self._student_times) or self._last
+        if propose is None or times is None or count < 1:
+            return self._last
+        surest = max(self._acceptance[STUDENT].probability(number) for number in range(len(_LEADS)))
+        if not self._last and self._reachable(1.0, surest, 1, count, times) <= gain:
+            return self._last  # the student reads the text with the language model
+        self._proposed.append(propose([]))
+        if self._last:
+            found = [self._expect(draft, self._times.each) for draft, _ in found]
+            gain, (self._last,) = choose_drafts([found], self._times)
+        self._last = self._ask(propose, count, gain, times) or self._last
         return self._last
 
     def candidates(self, tokens: Sequence[int], room: int, least: float) -> list[Candidate]:
@@ -374,10 +393,13 @@ class Drafter:
 
     def _expect(self, draft: Draft, least: float) -> Candidate:
         """Return a draft without the tokens that are too improbable, and the tokens that are expected with it."""
-        acceptance = self._acceptance[draft.source]
-        kinds = zip(draft.classes, draft.shares, strict=True)
-        accepted = accumulate((acceptance.probability(kind, share) for kind, share in kinds), mul)
-        expected = list(accumulate(takewhile(lambda each: each >= least, accepted), initial=1.0))
+        acceptance, kinds = self._acceptance[draft.source], zip(draft.classes, draft.shares, strict=True)
+        each = [acceptance.probability(kind, share) for kind, share in kinds]
+        if each and self._proposed:
+            sure = self._probability(self._proposed[0])
+            each[0] = max(each[0], sure) if draft.tokens[0] == self._proposed[0].token else each[0] * (1 - sure)
+        accepted = takewhile(lambda probability: probability >= least, accumulate(each, mul))
+        expected = list(accumulate(accepted, initial=1.0))
         return draft.first(len(expected) - 1), expected
 
     def take(self, draft: Draft) -> None:
@@ -438,15 +460,12 @@ class Drafter:
 
     def _ask(self, propose: Propose, count: int, gain: float, times: StepTimes) -> Draft:
         """Return what a student drafts; empty where that is not expected to be faster than `gain`."""
-        acceptance = self._acceptance[STUDENT]
         probability, expected = 1.0, 1.0
-        surest = max(acceptance.probability(number) for number in range(len(_LEADS)))
-        if self._reachable(expected, surest, 1, count, times) <= gain:
-            return Draft()  # the first pass of the student is then one with that of the language model
         tokens: list[int] = []
         while len(tokens) < count:
-            self._proposed.append(propose(tokens))
-            probability *= acceptance.probability(_class(self._proposed[-1].lead, _LEADS))
+            if tokens:
+                self._proposed.append(propose(tokens))
+            probability *= self._probability(self._proposed[-1])
             if self._reachable(expected, probability, len(tokens) + 1, count, times) <= gain:
                 break
             tokens.append(self._proposed[-1].token)
@@ -454,6 +473,10 @@ class Drafter:
             gain = expected / times.relative(len(tokens))
         classes = tuple(_class(each.lead, _LEADS) for each in self._proposed[: len(tokens)])
         return Draft(tuple(tokens), classes, (1.0,) * len(tokens), None, STUDENT) if tokens else Draft()
+
+    def _probability(self, proposal: Proposal) -> float:
+        """Return the probability that a proposal is accepted."""
+        return self._acceptance[STUDENT].probability(_class(proposal.lead, _LEADS))
 
     def _reachable(self, expected: float, probability: float, length: int, count: int, times: StepTimes) -> float:
         """Return the best expected speed with `length` or more tokens of a student.
