@@ -57,6 +57,7 @@ ROWS: list[tuple[str, list[str], str]] = [
     ("model + student + kNN, gated", [STUDENT, BASE_KNN], "gated"),
     ("model + student + kNN of the student, gated", [STUDENT, STUDENT_KNN], "gated"),
     ("and cache, n-grams: all, gated", [STUDENT, STUDENT_KNN, "cache", "ngram"], "gated"),
+    ("and the n-gram cache, gated", [STUDENT, STUDENT_KNN, "cache", "ngram", "ngram-cache"], "gated"),
     ("model + small, one λ", [SMALL], "fixed"),
     ("model + small + kNN, gated", [SMALL, BASE_KNN], "gated"),
     ("model + small + kNN of the small one, gated", [SMALL, SMALL_KNN], "gated"),
@@ -155,7 +156,7 @@ class Study:
         if self.options.more:
             others += self.train_more(documents)
         memories = ["knn", *(f"{kind}={self.folder}/{name}" for kind, name in others)]
-        seen = self.tabulate([*memories, "cache", "ngram"])
+        seen = self.tabulate([*memories, "cache", "ngram", "ngram-cache"])
         self.table(seen)
         self.compare_frequencies(seen[1])
 

@@ -41,7 +41,7 @@ from knnlm.training.metric_learning import KeyMetricConfig, train_key_map
 from knnlm.training.output_matrix import OutputConfig, train_output
 from perplexity import parser_for, split
 
-KNN, MAPPED, CACHE, NGRAM = "knn", "trained keys", "cache", "ngram"
+KNN, MAPPED, CACHE, NGRAM, NGRAM_CACHE = "knn", "trained keys", "cache", "ngram", "ngram-cache"
 WORDS, BEST = "W_ds r={}", "the best W_ds"
 
 
@@ -56,6 +56,7 @@ def table_rows(table_: TraceTable) -> list[tuple[str, list[str], str]]:
     rows += [("kNN + cache + n-grams, one weight each", [KNN, CACHE, NGRAM], "fixed")]
     base = [KNN, CACHE, NGRAM]
     rows += [(f"kNN + cache + n-grams, {kind}", base, kind) for kind in ("fitted", "buckets", "gated")]
+    rows += [("kNN + cache + n-grams + n-gram cache, gated", [*base, NGRAM_CACHE], "gated")]
     rows += [("kNN, fitted", [KNN], "fitted"), ("kNN, buckets", [KNN], "buckets"), ("kNN, gated", [KNN], "gated")]
     rows += [("kNN + cache, gated", [KNN, CACHE], "gated")]
     rows += [("kNN + cache + n-grams + W_ds, fitted", [*base, BEST], "fitted")]
@@ -109,8 +110,8 @@ def trace_corpus(
     train = list(first_documents(split(corpus, "train"), lm, options.store))
     store = knnlm.build(train, folder / "store", lm=lm, batch_tokens=options.build_batch)
     clock.log("built", store.entry_count)
-    labels = {"knn": KNN, "cache": CACHE, "ngram": NGRAM}
-    memories = ["knn", "cache", "ngram"]
+    labels = {"knn": KNN, "cache": CACHE, "ngram": NGRAM, "ngram-cache": NGRAM_CACHE}
+    memories = ["knn", "cache", "ngram", "ngram-cache"]
     for rows in map(int, options.rows.split(",")):
         card = train_output(store, folder / f"output-{rows}", OutputConfig(rows=rows), device=device)
         memories.append(f"output={folder}/output-{rows}")

@@ -25,7 +25,7 @@ from knnlm.mixture.gate import feature_names, features, memory_features, place
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 
-MEMORIES = "knn,cache,ngram"
+MEMORIES = "knn,cache,ngram,ngram-cache"
 TEST = documents(4, start=130)
 BUCKETS = {"edges": [], "weights": [[0.5, 0.5], [0.5, 0.5]]}
 
@@ -58,7 +58,7 @@ def test_tuned_mixture_is_opened_with_its_tuning(tuned, lm, path):
     kind, result = tuned
     opened = Mixture.open(path, lm)
     assert opened.weights.kind == kind
-    assert opened.labels == ["knn", "cache", "ngram"]
+    assert opened.labels == MEMORIES.split(",")
     assert [spec.settings for spec in result.specs] == [tuple(own) for own in settings(opened)]
     if kind in ("fixed", "fitted"):
         assert opened.weights.values == pytest.approx(result.weights.values)

@@ -37,7 +37,7 @@ def model(request, second, tmp_path_factory):
     lm = CausalLM(tiny(request.param), tiny_tokenizer(), name=request.param)
     path = tmp_path_factory.mktemp("memories") / "docs.store"
     store = build(documents(8), path, lm=lm, window=lm.window(128))  # as far as the second model reads
-    memories = f"knn:0.1,cache:0.4,ngram:0.2,decoder={second}:0.2"
+    memories = f"knn:0.1,cache:0.3,ngram:0.2,ngram-cache:0.1,decoder={second}:0.2"
     options = MixtureOptions(cache_generated=True)  # as in evaluation, where all tokens are given
     settings = {"k": 12, "knn_temperature": 4.0, "use_tuned": False}
     return KnnForCausalLM(Mixture.open(store.path, lm, memories=memories, options=options, **settings))

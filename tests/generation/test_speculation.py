@@ -20,7 +20,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 
 TEXTS = documents(10)
-MEMORIES = ["knn:0.7", "knn:0.5,ngram:0.4", "knn:0.3,cache:0.3,ngram:0.3"]
+MEMORIES = ["knn:0.7", "knn:0.5,ngram:0.4", "knn:0.3,cache:0.3,ngram:0.2,ngram-cache:0.1"]
 
 
 def eager(model):

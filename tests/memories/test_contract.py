@@ -17,7 +17,7 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import Readers
 from knnlm.training.output_matrix import train_output
 
-KINDS = ["knn", "cache", "ngram", "decoder", "output", "knn of another reader", "knn and cache together"]
+KINDS = ["knn", "cache", "ngram", "ngram-cache", "decoder", "output", "knn of another reader", "knn and cache together"]
 
 
 @pytest.fixture(scope="module")

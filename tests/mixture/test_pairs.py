@@ -286,9 +286,10 @@ def test_explanation_shows_the_source_of_each_neighbour(lm, store):
         mixture.explain(document.text)
 
 
-def test_cache_is_refused_with_a_reason(lm, store):
+@pytest.mark.parametrize("memory", ["cache", "ngram-cache"])
+def test_cache_is_refused_with_a_reason(lm, store, memory):
     with pytest.raises(ParameterError, match=r"earlier positions of the same text.*--memories knn,ngram"):
-        Mixture.open(store.path, lm, memories="knn,cache")
+        Mixture.open(store.path, lm, memories=f"knn,{memory}")
 
 
 def test_pairs_and_texts_are_not_mixed(lm, tmp_path):

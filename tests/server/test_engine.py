@@ -127,7 +127,7 @@ def test_sequences_that_join_and_leave_a_batch_equal_generate(family, tmp_path):
     assert together == [generated(mixture, *each) for each in zip(PROMPTS, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("memories", ["cache", "ngram", "cache,ngram,decoder"])
+@pytest.mark.parametrize("memories", ["cache", "ngram", "ngram-cache", "cache,ngram,decoder"])
 def test_memories_with_history_work_in_a_batch(memories, lm, tmp_path):
     folder = tmp_path / "second"
     tiny("gpt2", seed=4).save_pretrained(folder)

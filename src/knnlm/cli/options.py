@@ -84,7 +84,8 @@ NoDomainCheck = Annotated[
     ),
 ]
 MEMORIES_HELP = (
-    "Memories to mix, separated by commas: knn, cache, ngram, output, knn=STORE, decoder=FOLDER, cache=POSITIONS"
+    "Memories to mix, separated by commas: knn, cache, ngram, ngram-cache, output, knn=STORE, decoder=FOLDER, "
+    "cache=POSITIONS"
 )
 KeyLayer = Annotated[
     str | None,

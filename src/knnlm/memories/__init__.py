@@ -19,6 +19,7 @@ from knnlm.memories.cache import CacheMemory
 from knnlm.memories.decoder import DecoderMemory, LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.ngram import NgramMemory
+from knnlm.memories.ngram_cache import NgramCacheMemory
 from knnlm.memories.output import OutputMemory
 from knnlm.memories.voting import (
     NEAR,
@@ -46,6 +47,7 @@ __all__ = [
     "Memory",
     "MemoryOutput",
     "NeighbourMemory",
+    "NgramCacheMemory",
     "NgramMemory",
     "Origin",
     "OutputMemory",

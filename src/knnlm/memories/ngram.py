@@ -167,13 +167,13 @@ class Backoff:
     def probabilities(self, rows: Ints, tokens: NDArray[Any]) -> Floats:
         """Return the probability of each token at each of these positions."""
         begin = np.searchsorted(self.row, np.arange(self.size + 1))
-        asked, step = _ragged(np.diff(begin)[rows])
+        asked, step = ragged(np.diff(begin)[rows])
         pair = begin[rows][asked] + step
         numbers = self.ranges.counts.suffixes.encode(tokens, begins=False)[asked]
         match = self.match[pair]
         first, count = self.ranges.low[match], self.ranges.count[match]
         low, high = self.ranges.counts.suffixes.extend_match(first, first + count, numbers, self.ranges.length[match])
-        return _sum(asked, self.weight[pair] * (high - low) / count, len(rows))
+        return sum_by_owner(asked, self.weight[pair] * (high - low) / count, len(rows))
 
     def only(self, row: int) -> Backoff:
         """Return the prediction at one position."""
@@ -278,7 +278,7 @@ class NgramMemory:
         # Between two spans, and after the last one: no match reaches across it.
         numbers = np.insert(numbers, ends, self.suffixes.vocab_size + 1)
         ends += np.arange(len(spans))
-        owner, step = _ragged(predicted)
+        owner, step = ragged(predicted)
         return numbers, (ends - predicted)[owner] + step, np.column_stack([ends - sizes, ends - 1])
 
     def _match(self, numbers: Ints, places: Ints, ends: Ints) -> tuple[Ints, Ints]:
@@ -311,7 +311,7 @@ class NgramMemory:
     def tally(self, low: Ints, counts: Ints, lengths: Ints) -> _Followers:
         """Count the followers in ranges of `counts` suffixes from `low` on, whose first `lengths` tokens are equal."""
         sizes = np.minimum(counts, self.cap)
-        owner, step = _ragged(sizes)
+        owner, step = ragged(sizes)
         # The middle of each of `size` equal parts; all suffixes if there are no more than `cap`.
         rows = low[owner] + (2 * step + 1) * counts[owner] // (2 * sizes[owner])
         tokens = _token(self.suffixes.following(rows, lengths[owner]))
@@ -389,7 +389,7 @@ class _Sample:
 
     def entropy(self) -> Floats:
         """Return the (B,) entropies in nats."""
-        return _sum(self.row, -self.weights * np.log(np.maximum(self.weights, 1e-300)), self.size)
+        return sum_by_owner(self.row, -self.weights * np.log(np.maximum(self.weights, 1e-300)), self.size)
 
 
 class _Block:
@@ -432,9 +432,7 @@ class _Block:
         """Return the (B, levels) weights of the kept levels in the smoothed prediction."""
         sure: Floats = self._counts / np.maximum(self._counts + self._distinct, 1)
         sure[:, 0] = 1
-        # The rest of a level goes to the next shorter one.
-        left = np.append(np.cumprod((1 - sure)[:, ::-1], 1)[:, ::-1][:, 1:], np.ones((self.size, 1)), 1)
-        weights: Floats = sure * left
+        weights = level_weights(sure)
         for level in range(self._levels - 1):
             weights[:, level + 1] += np.where(self._kept[:, level], 0, weights[:, level])
         return weights
@@ -455,7 +453,7 @@ class _Block:
     def sample(self) -> _Sample:
         """The mixture of all levels, each token of a position once."""
         begin = self.tally.begin[self.range]
-        pair, step = _ragged(self.tally.begin[self.range + 1] - begin)
+        pair, step = ragged(self.tally.begin[self.range + 1] - begin)
         entry = begin[pair] + step
         weights = self.tally.shares[entry] * self.weight[pair]
         keys = self.row[pair] * self._vocab_size + self.tally.tokens[entry]
@@ -469,7 +467,7 @@ class _Block:
     @cached_property
     def error(self) -> Floats:
         """The (B,) largest error of a probability by the sample; 0 where nothing was sampled."""
-        return _sum(self.row, np.where(self.count > self._cap, self.weight / self._cap, 0), self.size)
+        return sum_by_owner(self.row, np.where(self.count > self._cap, self.weight / self._cap, 0), self.size)
 
     def near_the_top(self) -> tuple[Ints, Ints]:
         """Return the (positions, tokens) that may be the most probable ones, as far as they are sampled."""
@@ -490,12 +488,19 @@ def _float(array: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(array.astype(np.float32, copy=False)).to(device)
 
 
-def _sum(owner: Ints, weights: Floats, size: int) -> Floats:
+def level_weights(sure: Floats) -> Floats:
+    """Return the (B, levels) weights of matches of 0, 1, … tokens, which get this share of what longer ones leave."""
+    left = np.append(np.cumprod((1 - sure)[:, ::-1], 1)[:, ::-1][:, 1:], np.ones((len(sure), 1)), 1)
+    weights: Floats = sure * left
+    return weights
+
+
+def sum_by_owner(owner: Ints, weights: Floats, size: int) -> Floats:
     """Sum the weights of each owner."""
     return np.bincount(owner, weights, size).astype(np.float64)
 
 
-def _ragged(sizes: Ints) -> tuple[Ints, Ints]:
+def ragged(sizes: Ints) -> tuple[Ints, Ints]:
     """Enumerate ranges of these sizes: (number of the range, offset in it)."""
     owner = np.repeat(np.arange(len(sizes)), sizes)
     begin = np.cumsum(sizes) - sizes

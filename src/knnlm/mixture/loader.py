@@ -28,6 +28,7 @@ from knnlm.memories.cache import WINDOW, CacheMemory
 from knnlm.memories.decoder import CARD, DecoderCard, DecoderMemory, load_card
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.ngram import NgramMemory
+from knnlm.memories.ngram_cache import NgramCacheMemory
 from knnlm.memories.output import OUTPUT_FILE, OutputMemory
 from knnlm.memories.subset import PairSubsetIndex
 from knnlm.memories.voting import VoteParams
@@ -253,6 +254,9 @@ class _Loader:
             return self._cache(spec)
         if spec.kind == "ngram":
             return NgramMemory.open(self.open_store(spec.path))
+        if spec.kind == "ngram-cache":
+            self._require_long_texts("n-gram cache")
+            return NgramCacheMemory(vocab_size=self.lm.vocab_size, generated=self.options.cache_generated)
         if spec.kind == "decoder":
             return self._decoder(spec)
         assert spec.kind == "output", spec.kind
@@ -292,11 +296,7 @@ class _Loader:
         return PairSubsetIndex(store, options.subset, encode=encode, **searching)
 
     def _cache(self, spec: MemorySpec) -> CacheMemory:
-        if self.lm.has_encoder:
-            raise ParameterError(
-                f"The cache looks for earlier positions of the same text, and the texts of {self.lm.name} are single "
-                "targets such as sentences, too short for that. Leave it out: --memories knn,ngram"
-            )
+        self._require_long_texts("cache")
         main, *others = spec.settings or [VoteParams(DEFAULTS["k"], DEFAULTS["knn_temperature"])]
         place = self.lm.key_layer
         return CacheMemory(
@@ -309,6 +309,14 @@ class _Loader:
             source=Source(0, place.place, place.layer),
             generated=self.options.cache_generated,
         )
+
+    def _require_long_texts(self, what: str) -> None:
+        """Raise ParameterError for a memory of the text so far, where texts are single targets."""
+        if self.lm.has_encoder:
+            raise ParameterError(
+                f"The {what} looks for earlier positions of the same text, and the texts of {self.lm.name} are single "
+                "targets such as sentences, too short for that. Leave it out: --memories knn,ngram"
+            )
 
     def _decoder(self, spec: MemorySpec) -> DecoderMemory:
         assert spec.path is not None

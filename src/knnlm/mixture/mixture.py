@@ -32,6 +32,7 @@ from knnlm.memories.base import (
 from knnlm.memories.cache import CacheMemory
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
+from knnlm.memories.ngram_cache import NgramCacheMemory
 from knnlm.memories.subset import PairSubsetIndex
 from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams, searches
 from knnlm.mixture.layer import OnlineLayer, PositionInputs, SpanTexts
@@ -420,7 +421,9 @@ class Mixture:
             given,
             domain_check=self.domain_check,
             damping=self.damping,
-            cache_generated=any(memory.generated for memory in self.memories if isinstance(memory, CacheMemory)),
+            cache_generated=any(
+                own.generated for own in self.memories if isinstance(own, CacheMemory | NgramCacheMemory)
+            ),
             subset=next((index.sentences for index in indexes if isinstance(index, PairSubsetIndex)), None),
         )
 

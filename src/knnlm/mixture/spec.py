@@ -4,6 +4,7 @@ knn,cache,ngram                   the store's own entries, the text being read, 
 knn,knn=OTHER,decoder=FOLDER      a second store, a second language model
 knn:0.3,cache:0.1                 with weights
 knn,cache=2000                    the last 2,000 positions of the text instead of all of it
+knn,cache,ngram,ngram-cache       also n-grams of the text being read
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from knnlm.memories.subset import check_subset
 from knnlm.memories.voting import VoteParams, check_vote
 from knnlm.mixture.weights import check_lambda
 
-KINDS = ("knn", "cache", "ngram", "decoder", "output")
+KINDS = ("knn", "cache", "ngram", "ngram-cache", "decoder", "output")
 
 TUNE_AGAIN = "Tune the store again: knnlm tune STORE TEXT"
 
@@ -41,7 +42,7 @@ class MixtureOptions:
     metric: str | None = None  # l2 or ip; None: as tuned, else l2
     skip_fraction: float | None = None  # of the searches that a gate skips; None: as tuned
     online: bool = True  # with the online weights that were tuned; False: without
-    cache_generated: bool = False  # the cache also votes for tokens that the mixture generated in this text
+    cache_generated: bool = False  # both caches also predict tokens that the mixture generated in this text
     domain_check: bool = True  # with online weights, memories are left out of text that follows a prompt unlike theirs
     damping: bool = True  # with online weights, generation damps memories that repeat what was generated
     rerank: bool = True  # vote with distances to the stored keys instead of the index's own
@@ -180,6 +181,8 @@ def _parse(piece: str) -> MemorySpec:
         )
     if kind == "decoder" and not path:
         raise ParameterError("The memory decoder needs a model: decoder=FOLDER.")
+    if kind == "ngram-cache" and path:
+        raise ParameterError(f"ngram-cache={path}: the memory ngram-cache reads the text alone, so it takes no value.")
     if kind == "cache" and path and not (path.isdecimal() and int(path) > 0):
         raise ParameterError(f"cache={path} is no number of positions to look back on, as in cache=2000.")
     return MemorySpec(kind, path or None, weight)
