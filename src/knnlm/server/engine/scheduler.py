@@ -249,7 +249,9 @@ class Scheduler:
             predicted = iter(self._predict(results) if results else [])
             self._mark_missing([pending for pending, _ in prompts])
             for sequence in self._sequences:
-                self._advance(sequence, next(predicted).tokens[0])
+                position = next(predicted)
+                sequence.entries = position.entries
+                self._advance(sequence, position.tokens[0])
             for pending, positions in prompts:
                 self._advance_prompt(pending, [next(predicted) for _ in range(positions)])
             self._keep([row for row, sequence in enumerate(self._sequences) if sequence.reason is None])
@@ -336,7 +338,8 @@ class Scheduler:
         result = ForwardResult(logits, context, positions, one_prompt=False)
         if context.spans:
             # Generated tokens do not update the online weights: their state stays that of the prompt.
-            result = result.with_states([sequence.state for sequence in self._sequences])
+            states = [sequence.state for sequence in self._sequences]
+            result = result.with_states(states, [sequence.entries for sequence in self._sequences])
         return [result]
 
     def _read_prompts(self) -> tuple[list[ForwardResult], list[tuple[_PendingPrompt, int]]]:
@@ -362,8 +365,9 @@ class Scheduler:
                 if positions := _positions(pending, first, evidence=evidence):
                     result = ForwardResult(logits, context, positions, one_prompt=True)
                     if context.spans:
-                        others = [None] * (len(context.spans) - 1)
-                        result = result.with_states([None if first == begin else prompt.state, *others])
+                        others = len(context.spans) - 1
+                        states = [None if first == begin else prompt.state, *[None] * others]
+                        result = result.with_states(states, [prompt.entries, *[{}] * others])
                     results.append(result)
                     count = len(positions)
             read.append((pending, count))
@@ -403,6 +407,8 @@ class Scheduler:
         samples = done and request.max_tokens > 0
         if predicted:
             pending.prompt.state = predicted[-1].state
+            if not request.windowed:  # every window begins by itself
+                pending.prompt.entries = predicted[-1].entries
         if request.echo:
             echoed = [position.tokens[0] for position in predicted[: len(predicted) - samples]]
             for sequence in pending.sequences:
@@ -411,7 +417,7 @@ class Scheduler:
             assert self._cache is not None
             self._cache.join(pending.prompt, request.copies)
             for sequence, token in zip(pending.sequences, predicted[-1].tokens, strict=True):
-                sequence.state = pending.prompt.state
+                sequence.state, sequence.entries = pending.prompt.state, pending.prompt.entries
                 self._sequences.append(sequence)
                 self._advance(sequence, token)
         elif done:
