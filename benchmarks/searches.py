@@ -18,15 +18,15 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import knnlm
+from knnlm.corpus import Document
 from knnlm.datastore.store import Datastore
 from knnlm.evaluation.evaluate import first_documents, score_batches
 from knnlm.lm.causal import CausalLM
@@ -92,7 +92,7 @@ def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace)
     if not path.exists():
         knnlm.build(first_documents(split(corpus, "train"), lm, options.store), path, lm=lm).close()
     store = Datastore.open(path)
-    texts = {name: list(first_documents(split(corpus, name), lm, options.limit)) for name in ("valid", "test")}
+    texts = {name: list(first_tokens(split(corpus, name), lm, options.limit)) for name in ("valid", "test")}
     plain = Mixture.open(store, lm, memories="knn", use_tuned=False)
     batches = {name: list(plain.read([lm.encode(each.text) for each in text])) for name, text in texts.items()}
     for weights in options.weights:
@@ -101,6 +101,15 @@ def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace)
             opened = open_mixture(path, lm, store.entry_count, (skip, least, clusters))
             for name, read in batches.items():
                 yield Row(corpus.name, weights, name, skip, least, clusters, *score(opened, read))
+
+
+def first_tokens(documents: Iterable[Document], lm: CausalLM, limit: int | None) -> Iterator[Document]:
+    """Yield documents with so many tokens together: the last one, which may be long, is cut."""
+    left = limit
+    for document in first_documents(documents, lm, limit):
+        tokens = lm.encode(document.text)
+        yield document if left is None or len(tokens) <= left else replace(document, text=lm.decode(tokens[:left]))
+        left = None if left is None else left - len(tokens)
 
 
 def combinations(options: argparse.Namespace, weights: str) -> list[tuple[float, int, int]]:
