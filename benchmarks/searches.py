@@ -1,14 +1,14 @@
 """Searches that a gate skips, that an automaton avoids, and that both leave out, against perplexity.
 
-    python benchmarks/searches.py CORPUS... --store 40000 --limit 3000 --plot searches.png     # an hour on two cores
+    python benchmarks/searches.py CORPUS... --store 40000 --limit 2000 --plot searches.png     # an hour on two cores
 
-CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. A store of train is
-searched in full, and with every combination of `--skip` (the fraction of the searches that the gate skips),
-`--min-pointers` and `--clusters` (tokens of the store per cluster; 0: none). Weights are tuned on valid, fixed ones
-(without skipping) and a gate. A row of the table is the combination with the fewest searches that raises the perplexity
-of valid to at most 1.005 times that of always searching; all figures are those of test. The second table compares
-perplexities at equal numbers of searches, between the combinations of each kind. With `--folder`, stores are kept there
-and used again.
+CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line; documents of valid and
+test are cut to `--cut` tokens. A store of train is searched in full and with every automaton of `--min-pointers` and
+`--clusters` (entries per cluster; 0: none). For each, weights are tuned on every other document of valid: fixed ones,
+and a gate, which then skips fractions of the searches. A row of the first table is the combination with the fewest
+searches that raises the perplexity of the rest of valid to at most 1.005 times that of always searching. The second
+table compares perplexities at equal numbers of searches. All figures are those of test. With `--folder`, stores are
+kept there and used again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 import knnlm
 from knnlm.corpus import Document
 from knnlm.datastore.store import Datastore
 from knnlm.evaluation.evaluate import first_documents, score_batches
+from knnlm.index.base import Index, Neighbours
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.automaton import AutomatonParams
 from knnlm.mixture.mixture import Mixture
@@ -36,6 +39,7 @@ from knnlm.mixture.readers import ReadBatch
 from knnlm.mixture.spec import MixtureOptions
 from perplexity import parser_for, split
 
+K = 1024  # neighbours of a search, of which a setting uses as many as it was tuned to
 MODES = ("all", "skip", "automaton", "both")
 MOST = 1.005  # times the perplexity of always searching
 SHARES = (0.75, 0.5, 0.25)  # of the searches, at which perplexities are compared
@@ -78,9 +82,10 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = parser_for(__doc__)
     parser.add_argument("--folder", type=Path, help="where stores are kept (default: a temporary folder)")
-    parser.add_argument("--skip", type=float, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
-    parser.add_argument("--min-pointers", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--clusters", type=int, nargs="+", default=[0, 50])
+    parser.add_argument("--cut", type=int, default=1000, help="tokens of a document")
+    parser.add_argument("--skip", type=float, nargs="+", default=[0.3, 0.6])
+    parser.add_argument("--min-pointers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--clusters", type=int, nargs="+", default=[0, 200, 400])
     parser.add_argument("--weights", nargs="+", default=["fixed", "gated"])
     parser.add_argument("--json", type=Path, help="also write the rows into this file")
     parser.add_argument("--plot", type=Path)
@@ -88,42 +93,62 @@ def parse() -> argparse.Namespace:
 
 
 def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the figures of all combinations on valid and test; the texts are read once."""
+    """Yield the figures of all combinations on valid and test, that of all searches first.
+
+    Texts are read once, and positions are searched once: their neighbours do not depend on the combination.
+    """
     if not path.exists():
         knnlm.build(first_documents(split(corpus, "train"), lm, options.store), path, lm=lm).close()
     store = Datastore.open(path)
-    texts = {name: list(first_tokens(split(corpus, name), lm, options.limit)) for name in ("valid", "test")}
+    texts = {name: list(first_tokens(split(corpus, name), lm, options)) for name in ("valid", "test")}
+    tuned_on, texts["valid"] = texts["valid"][::2], texts["valid"][1::2]
     plain = Mixture.open(store, lm, memories="knn", use_tuned=False)
     batches = {name: list(plain.read([lm.encode(each.text) for each in text])) for name, text in texts.items()}
-    for weights in options.weights:
-        Mixture.open(path, lm, memories="knn", use_tuned=False).tune(texts["valid"], weights=weights, online=False)
-        for skip, least, clusters in combinations(options, weights):
-            opened = open_mixture(path, lm, store.entry_count, (skip, least, clusters))
+    assert plain.knn is not None
+    index = RememberedSearch(plain.knn.index)
+    automata = [(0, 0), *product(options.min_pointers, options.clusters)]
+    for weights, (least, clusters) in product(options.weights, automata):
+        number = max(1, store.entry_count // clusters) if clusters else None
+        searching = MixtureOptions(automaton=AutomatonParams(least, clusters=number) if least else None)
+        untuned = open_mixture(path, lm, index, searching, use_tuned=False)
+        untuned.tune(tuned_on, weights=weights, online=False)
+        for skip in (0.0, *(options.skip if weights == "gated" else ())):
+            opened = open_mixture(path, lm, index, replace(searching, skip_fraction=skip or None))
             for name, read in batches.items():
                 yield Row(corpus.name, weights, name, skip, least, clusters, *score(opened, read))
 
 
-def first_tokens(documents: Iterable[Document], lm: CausalLM, limit: int | None) -> Iterator[Document]:
-    """Yield documents with so many tokens together: the last one, which may be long, is cut."""
-    left = limit
-    for document in first_documents(documents, lm, limit):
-        tokens = lm.encode(document.text)
-        yield document if left is None or len(tokens) <= left else replace(document, text=lm.decode(tokens[:left]))
-        left = None if left is None else left - len(tokens)
+class RememberedSearch:
+    """An index that keeps what it has found for each query."""
+
+    def __init__(self, index: Index) -> None:
+        self.index, self.metric = index, index.metric
+        self._known: dict[bytes, tuple[Tensor, Tensor]] = {}  # ids and distances by the bytes of the query
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Return the k nearest of each of (N, D) queries."""
+        names = [row.tobytes() for row in queries.float().cpu().numpy()]
+        if unknown := [row for row, name in enumerate(names) if name not in self._known]:
+            found = self.index.search(queries[unknown], K)
+            for row, ids, distances in zip(unknown, found.ids.cpu(), found.distances.cpu(), strict=True):
+                self._known[names[row]] = ids, distances
+        ids, distances = (torch.stack(each)[:, :k] for each in zip(*map(self._known.__getitem__, names), strict=True))
+        return Neighbours(ids, distances)
 
 
-def combinations(options: argparse.Namespace, weights: str) -> list[tuple[float, int, int]]:
-    """Return the fractions that are skipped, the least pointers and the clusters; 0: none. All searches come first."""
-    skips = [0.0, *(options.skip if weights == "gated" else ())]
-    pointers = [(0, 0), *product(options.min_pointers, options.clusters)]
-    return [(skip, *automaton) for skip, automaton in product(skips, pointers)]
+def open_mixture(
+    path: Path, lm: CausalLM, index: RememberedSearch, options: MixtureOptions, *, use_tuned: bool = True
+) -> Mixture:
+    mixture = Mixture.open(path, lm, memories="knn", options=options, use_tuned=use_tuned)
+    assert mixture.knn is not None
+    mixture.knn.index = index
+    return mixture
 
 
-def open_mixture(path: Path, lm: CausalLM, entries: int, combination: tuple[float, int, int]) -> Mixture:
-    skip, least, clusters = combination
-    number = max(1, entries // clusters) if clusters else None
-    params = AutomatonParams(min_pointers=least, clusters=number) if least else None
-    return Mixture.open(path, lm, memories="knn", options=MixtureOptions(skip_fraction=skip or None, automaton=params))
+def first_tokens(documents: Iterable[Document], lm: CausalLM, options: argparse.Namespace) -> Iterator[Document]:
+    """Yield cut documents up to the one that reaches the limit."""
+    cut = (replace(each, text=lm.decode(lm.encode(each.text)[: options.cut])) for each in documents)
+    return first_documents(cut, lm, options.limit)
 
 
 def score(mixture: Mixture, batches: Sequence[ReadBatch]) -> tuple[float, float, float]:

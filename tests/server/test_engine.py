@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from helpers.models import TEXT, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.corpus import Document
+from knnlm.datastore.remove import remove
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
 from knnlm.generation import causal as causal_module
@@ -181,6 +182,23 @@ def test_automata_follow_each_text_of_a_batch(lm, store, batched, monkeypatch):
     assert [token.log_p for token in tokens] == pytest.approx(
         log_p.gather(1, whole[0, 1:, None])[:, 0].tolist(), abs=1e-3
     )
+    scheduler.stop()
+
+
+def test_texts_forget_the_entries_of_a_store_that_has_changed(lm, tmp_path):
+    """Numbers of entries change where documents are removed; running texts go on with a search."""
+    store = build(documents(20), tmp_path / "store", lm=lm)
+    options = MixtureOptions(automaton=AutomatonParams(min_pointers=2))
+    given = {"k": 8, "knn_temperature": 4.0, "lmbda": 0.8, "options": options}
+    scheduler = start_scheduler(Mixture.open(store.path, lm, **given))
+    running = scheduler.submit(make_request(scheduler, documents(20)[9].text[:60], 150))
+    while scheduler.tokens_generated < 5:
+        time.sleep(0.001)
+    remove(store.path, document="d3")
+    following = scheduler.submit(make_request(scheduler, documents(20)[9].text[:60], 20))
+    assert ids(tokens_of(following)) == generated(Mixture.open(store.path, lm, **given), documents(20)[9].text[:60], 20)
+    assert len(tokens_of(running)) == 150
+    assert scheduler.reloads == 1
     scheduler.stop()
 
 

@@ -136,7 +136,7 @@ SearchMode = Annotated[
 ]
 MinPointers = Annotated[
     int | None,
-    typer.Option(help="With --search automaton: with fewer such entries, a position is searched.", show_default="8"),
+    typer.Option(help="With --search automaton: with fewer such entries, a position is searched.", show_default="4"),
 ]
 MaxPointers = Annotated[
     int | None, typer.Option(help="With --search automaton: the most entries to compare.", show_default="1024")

@@ -337,8 +337,8 @@ def keep_entries(mixture: Mixture, state: MemoryState, step: ForwardStep, retrie
         if neighbours is None or neighbours.followed is None:
             continue
         reached = neighbours.followed.entries.unflatten(0, (len(step.tokens), -1))  # (B, n, W)
-        every = reached.new_full((*step.tokens.shape, reached.shape[2]), -1)
-        every[:, step.kept] = reached
+        every = reached.new_full((*step.tokens.shape, reached.shape[2]), -1, dtype=automaton.kept_dtype)
+        every[:, step.kept] = reached.to(every.dtype)
         state.entries.setdefault(automaton, _HistoryLayer()).append(every.to(step.tokens.device), step.tokens)  # type: ignore[no-untyped-call]
     if isinstance(cache, Cache):
         state.attach(cache)

@@ -39,7 +39,7 @@ Compare = Callable[[Tensor, Tensor], Neighbours]
 class AutomatonParams:
     """Where entries are followed instead of searched, and how many are compared."""
 
-    min_pointers: int = 8  # with fewer, a position is searched
+    min_pointers: int = 4  # with fewer, a position is searched
     max_pointers: int = 1024  # entries that are compared, those with the nearest predecessors
     clusters: int | None = None  # of similar keys; None: only the entries that are pointed at are compared
 
@@ -78,6 +78,8 @@ class Automaton:
         self._metric = metric
         last = [document.first_entry + document.entries - 1 for document in store.documents() if document.entries]
         self._last = torch.tensor(last, dtype=torch.long)  # entries of documents, ascending
+        # Of entries that are kept for every position of a text, which are copied at each step.
+        self.kept_dtype = torch.int32 if store.entry_count <= torch.iinfo(torch.int32).max else torch.int64
 
     def follows(self, k: int) -> bool:
         """Whether any position can be followed if a search returns k neighbours."""
@@ -183,7 +185,7 @@ class _Texts:
         lengths, order = lengths.sort(descending=True, stable=True)
         chosen = [spans[number] for number in order.tolist()]
         tokens = [span.tokens[span.start :].cpu().long() for span in chosen]
-        entries = [span.entries.get(automaton, torch.empty(0, dtype=torch.long)).cpu() for span in chosen]
+        entries = [span.entries.get(automaton, torch.empty(0)).cpu().long() for span in chosen]
         width = max(map(len, entries), default=0)
         joined = torch.stack([_fit(each[None], width)[0] for each in entries])
         return cls(first[order], lengths, torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), joined)
