@@ -52,7 +52,7 @@ ORDER = {
     "datastore": "validation codecs schema manifest digests integrity catalog sharded_catalog segments live_numbers "
     "staging locks remote remove store encoder suffix_array rewrite indexes compact shards",
     "ingest": "pipeline segment_builder shards build",
-    "memories": "base decoder ngram ngram_cache output voting cache subset knn",
+    "memories": "base decoder ngram ngram_cache output voting cache subset automaton knn",
     "mixture": (
         "em readers evidence gate online weights layer repetition support source_domain spec saved loader mixture"
     ),

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from knnlm.maintenance.repair import LostDocument, RepairResult, repair
     from knnlm.maintenance.verify import Problem, Verification, verify
     from knnlm.memories import (
+        AutomatonParams,
         CacheMemory,
         Context,
         DecoderMemory,
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adaptation": "training.adapt",
     "Added": "ingest.build",
+    "AutomatonParams": "memories",
     "CacheMemory": "memories",
     "CausalLM": "lm.causal",
     "ClusterError": "errors",
@@ -195,6 +197,7 @@ _HOMES = {
 __all__ = [
     "Adaptation",
     "Added",
+    "AutomatonParams",
     "CacheMemory",
     "CausalLM",
     "ClusterError",

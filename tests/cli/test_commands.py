@@ -23,7 +23,9 @@ from helpers.models import tiny_tokenizer
 from helpers.stores import WORDS, documents
 from knnlm.cli.app import app, run
 from knnlm.datastore.store import Datastore
+from knnlm.memories.automaton import AutomatonParams
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 
 COMMANDS = [
     "build",
@@ -150,6 +152,35 @@ def test_eval_prints_what_the_library_computes(store_path, texts, lm, capfd):
             assert figures[name] == same, name
     wanted = "tokens base_perplexity perplexity oracle_perplexity lambda k knn_temperature seconds tokens_per_second"
     assert set(wanted.split()) <= figures.keys()
+
+
+def test_searches_are_avoided_by_an_automaton(store_path, texts, lm, capfd):
+    held_out, plain = texts / "held-out.txt", ("--k", 7, "--knn-temperature", 3, "--lambda", 0.5)
+    chosen = ("--search", "automaton", "--min-pointers", 2, "--max-pointers", 50, "--clusters", 20)
+    code, out, err = knnlm(capfd, "eval", store_path, held_out, *plain, *chosen, "--json")
+    assert code == 0, err
+    options = MixtureOptions(automaton=AutomatonParams(min_pointers=2, max_pointers=50, clusters=20))
+    mixture = Mixture.open(store_path, lm, k=7, knn_temperature=3.0, lmbda=0.5, options=options)
+    right = mixture.evaluate(documents(1, words=150, start=50))
+    assert json.loads(out)["perplexity"] == pytest.approx(right.perplexity, rel=1e-5)
+    assert json.loads(out)["searched"] == pytest.approx(right.searched)
+    assert 0 < right.searched < 1
+    code, out, _ = knnlm(capfd, "eval", store_path, held_out, *plain, *chosen)
+    assert f"{right.searched:.1%} of the tokens" in out
+    code, out, err = knnlm(capfd, "generate", store_path, documents(12)[4].text[:50], *plain, *chosen, "--json")
+    assert code == 0, err
+    assert json.loads(out)["text"] == mixture.generate(documents(12)[4].text[:50])
+    shown = " ".join(knnlm(capfd, "eval", "--help")[1].split())
+    for name, default in AutomatonParams().as_dict().items():
+        option = shown.partition(f"--{name.replace('_', '-')} ")[2]
+        assert option.partition("[default: ")[2].partition("]")[0].strip("()") == str(default).lower()
+    for wrong, line in (
+        (("--search", "walk"), "There is no search 'walk': use full or automaton."),
+        (("--min-pointers", 3), "--min-pointers is for --search automaton only."),
+        (("--clusters", 3, "--search", "full"), "--clusters is for --search automaton only."),
+        (("--search", "automaton", "--max-pointers", 0), "max_pointers must be at least 1, not 0."),
+    ):
+        assert failure(capfd, "eval", store_path, held_out, *wrong) == f"knnlm: error: {line}"
 
 
 def test_eval_of_each_text_equals_an_eval_of_that_text(store_path, texts, tmp_path, monkeypatch, capfd):

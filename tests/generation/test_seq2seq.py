@@ -17,6 +17,7 @@ from knnlm.errors import ModelError, ParameterError
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM, translate
 from knnlm.index.bm25 import BM25
 from knnlm.ingest.build import build
+from knnlm.memories.automaton import AutomatonParams
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.spec import MixtureOptions
@@ -241,6 +242,23 @@ def test_subset_search_translates_as_brute_force_over_the_nearest_pairs(every, b
     assert model.mixture.needs_sources
     several = {"num_return_sequences": 3, "num_beams": 3, "max_new_tokens": 4}
     assert model.generate(**case.inputs(slice(0, 2)), **several).shape[0] == 6
+
+
+def test_automata_follow_each_translation_of_a_batch(every):
+    options = MixtureOptions(automaton=AutomatonParams(min_pointers=1))
+    model = every.model(options=options)
+    found = model.generate(**every.inputs(), max_new_tokens=NEW_TOKENS)
+    before, searches = len(every.start), []
+    for row, target in zip(range(len(SOURCES)), found, strict=True):
+        tokens = target[before:].tolist()
+        ends = [place for place, token in enumerate(tokens) if token == every.lm.tokenizer.eos_token_id]
+        written = tokens[: ends[0]] if ends else tokens[:-1]  # the last token may be forced
+        _, context = model.read_target(every.inputs(slice(row, row + 1)), written)
+        retrieved = model.mixture.retrieve(context)
+        log_p = model.mixture.predict(context, retrieved).log_probs()
+        assert log_p.argmax(1).tolist() == written
+        searches += retrieved.neighbours[0].followed.searched.tolist()
+    assert 0 < sum(searches) < len(searches)
 
 
 class EveryOther:

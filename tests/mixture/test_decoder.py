@@ -207,6 +207,7 @@ def lm_folder(store_path):
         ("--memories", "knn"),
         ("--metric", "ip"),
         ("--skip-fraction", 0.5),
+        ("--search", "automaton"),
         ("--no-rerank",),
         ("--key-dtype", "int8"),
     ],

@@ -15,7 +15,9 @@ from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.draft import StepTimes
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
+from knnlm.memories.automaton import AutomatonParams
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 from knnlm.server.engine import batch_drafts
 from knnlm.server.engine.batching import BatchedCache, Prompt, SequentialCache, choose_cache, read_prompt
 from knnlm.server.engine.requests import FinishEvent, GenerationRequest, MemoryOverrides, Penalties, TokensEvent
@@ -133,6 +135,13 @@ def test_models_whose_caches_forget_tokens_are_not_drafted(tmp_path):
 def test_gate_and_online_weights(tuned):
     assert tuned.layer.stateful
     drafts = check_same(tuned)
+    assert 0 < drafts.accepted < drafts.drafted
+
+
+def test_entries_that_are_followed(lm, path):
+    options = MixtureOptions(automaton=AutomatonParams(min_pointers=1))
+    mixture = Mixture.open(path, lm, memories="knn:0.8", use_tuned=False, k=8, knn_temperature=2.0, options=options)
+    drafts = check_same(mixture)
     assert 0 < drafts.accepted < drafts.drafted
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from helpers.models import TEXT, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.corpus import Document
+from knnlm.datastore.remove import remove
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
 from knnlm.generation import causal as causal_module
@@ -24,6 +25,7 @@ from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.detokenizer import Detokenizer
+from knnlm.memories.automaton import AutomatonParams
 from knnlm.memories.base import Origin
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
@@ -153,6 +155,50 @@ def test_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
     handles = [scheduler.submit(make_request(scheduler, prompt, 15)) for prompt in PROMPTS]
     for prompt, handle in zip(PROMPTS, handles, strict=True):
         assert ids(tokens_of(handle)) == generated(mixture, prompt, 15)
+    scheduler.stop()
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_automata_follow_each_text_of_a_batch(lm, store, batched, monkeypatch):
+    """Texts of a batch are those of each alone, and a prompt that is echoed in chunks is that of one pass."""
+    options = MixtureOptions(automaton=AutomatonParams(min_pointers=2))
+    mixture = Mixture.open(store.path, lm, k=8, knn_temperature=4.0, lmbda=0.8, options=options)
+    if not batched:
+        monkeypatch.setattr(scheduler_module, "choose_cache", SequentialCache)
+    scheduler = start_scheduler(mixture)
+    assert scheduler.batched == batched
+    prompts = [document.text[:60] for document in documents(40)[3:9]]
+    handles = [scheduler.submit(make_request(scheduler, prompt, 20)) for prompt in prompts]
+    for prompt, handle in zip(prompts, handles, strict=True):
+        assert ids(tokens_of(handle)) == generated(mixture, prompt, 20)
+    positions = 20 * len(prompts)
+    assert 0 < scheduler.times.searched < positions
+    monkeypatch.setattr(scheduler_module, "MAX_PROMPT_CHUNK", 7)
+    request = make_request(scheduler, documents(40)[5].text, 6, echo=True)
+    tokens = tokens_of(scheduler.submit(request))
+    with torch.no_grad():
+        whole = torch.tensor([[request.tokens[0], *ids(tokens)]])
+        log_p = KnnForCausalLM(mixture)(whole[:, :-1]).logits[0]
+    assert [token.log_p for token in tokens] == pytest.approx(
+        log_p.gather(1, whole[0, 1:, None])[:, 0].tolist(), abs=1e-3
+    )
+    scheduler.stop()
+
+
+def test_texts_forget_the_entries_of_a_store_that_has_changed(lm, tmp_path):
+    """Numbers of entries change where documents are removed; running texts go on with a search."""
+    store = build(documents(20), tmp_path / "store", lm=lm)
+    options = MixtureOptions(automaton=AutomatonParams(min_pointers=2))
+    given = {"k": 8, "knn_temperature": 4.0, "lmbda": 0.8, "options": options}
+    scheduler = start_scheduler(Mixture.open(store.path, lm, **given))
+    running = scheduler.submit(make_request(scheduler, documents(20)[9].text[:60], 150))
+    while scheduler.tokens_generated < 5:
+        time.sleep(0.001)
+    remove(store.path, document="d3")
+    following = scheduler.submit(make_request(scheduler, documents(20)[9].text[:60], 20))
+    assert ids(tokens_of(following)) == generated(Mixture.open(store.path, lm, **given), documents(20)[9].text[:60], 20)
+    assert len(tokens_of(running)) == 150
+    assert scheduler.reloads == 1
     scheduler.stop()
 
 

@@ -17,6 +17,7 @@ from knnlm.errors import ParameterError
 if TYPE_CHECKING:
     from knnlm.cluster.search import RemoteSearchOptions
     from knnlm.corpus import DocumentReader
+    from knnlm.memories.automaton import AutomatonParams
     from knnlm.mixture.mixture import Mixture
     from knnlm.mixture.spec import IndexOpener, MixtureOptions
 
@@ -127,6 +128,27 @@ Subset = Annotated[
         show_default="all",
     ),
 ]
+SearchMode = Annotated[
+    str,
+    typer.Option(
+        "--search",
+        help="full, or automaton: where enough neighbours of the last position continue with the token that follows, "
+        "compare only the entries after them, without a search.",
+    ),
+]
+MinPointers = Annotated[
+    int | None,
+    typer.Option(help="With --search automaton: with fewer such entries, a position is searched.", show_default="4"),
+]
+MaxPointers = Annotated[
+    int | None, typer.Option(help="With --search automaton: the most entries to compare.", show_default="1024")
+]
+Clusters = Annotated[
+    int | None,
+    typer.Option(
+        help="With --search automaton: also compare members of the entries' clusters, of so many.", show_default="none"
+    ),
+]
 RayAddress = Annotated[
     str | None,
     typer.Option(
@@ -187,6 +209,10 @@ class MixtureFlags:
     no_rerank: NoRerank = False
     key_dtype: KeyDtype = "float16"
     subset: Subset = None
+    search: SearchMode = "full"
+    min_pointers: MinPointers = None
+    max_pointers: MaxPointers = None
+    clusters: Clusters = None
 
     def open(
         self,
@@ -215,7 +241,23 @@ class MixtureFlags:
             "rerank": not self.no_rerank,
             "key_dtype": self.key_dtype,
             "subset": self.subset,
+            "automaton": automaton_params(self.search, self.min_pointers, self.max_pointers, self.clusters),
         }
+
+
+def automaton_params(
+    search: str, min_pointers: int | None, max_pointers: int | None, clusters: int | None
+) -> AutomatonParams | None:
+    """Return the parameters of --search; None: every position is searched in full."""
+    from knnlm.memories.automaton import AutomatonParams
+
+    values = {"min_pointers": min_pointers, "max_pointers": max_pointers, "clusters": clusters}
+    given = {name: value for name, value in values.items() if value is not None}
+    if search not in ("full", "automaton"):
+        raise ParameterError(f"There is no search {search!r}: use full or automaton.")
+    if search == "full" and given:
+        raise ParameterError(f"--{next(iter(given)).replace('_', '-')} is for --search automaton only.")
+    return None if search == "full" else AutomatonParams(**given)
 
 
 @dataclass(frozen=True)

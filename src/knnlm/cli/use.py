@@ -16,18 +16,22 @@ from rich.table import Table
 from knnlm.cli.options import (
     MEMORIES_HELP,
     USE,
+    Clusters,
     Draft,
     Json,
     KeyDtype,
     Limit,
     MachineFlags,
     MaxNewTokens,
+    MaxPointers,
     Metric,
+    MinPointers,
     MixtureFlags,
     NoDomainCheck,
     NoOnline,
     NoRerank,
     RaySearchFlags,
+    SearchMode,
     SourceText,
     Store,
     StoreModel,
@@ -36,6 +40,7 @@ from knnlm.cli.options import (
     TextField,
     TextFlags,
     TopP,
+    automaton_params,
     command,
     open_mixture,
     stored_model,
@@ -174,6 +179,10 @@ def tune(
     no_rerank: NoRerank = False,
     key_dtype: KeyDtype = "float16",
     subset: Subset = None,
+    search: SearchMode = "full",
+    min_pointers: MinPointers = None,
+    max_pointers: MaxPointers = None,
+    clusters: Clusters = None,
     fields: TextFlags = TextFlags(),
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
@@ -187,7 +196,9 @@ def tune(
     """
     from knnlm.mixture.loader import is_decoder
 
-    searching = {"metric": metric, "rerank": not no_rerank, "key_dtype": key_dtype, "subset": subset}
+    automaton = automaton_params(search, min_pointers, max_pointers, clusters)
+    searching: dict[str, Any] = {"metric": metric, "rerank": not no_rerank, "key_dtype": key_dtype, "subset": subset}
+    searching["automaton"] = automaton
     if is_decoder(store):
         _refuse_for_decoder(store, grid, trace, searching)
         _tune_decoder(store, text, fields, limit, model, machine, json=json)
@@ -195,11 +206,11 @@ def tune(
     grid.check()
     if (trace is None) == (not text):
         raise ParameterError("Give either TEXT or --trace to tune on.")
-    given = (metric, subset, limit, model, grid.samples, grid.other, grid.quality or None)
+    given = (metric, subset, automaton, limit, model, grid.samples, grid.other, grid.quality or None)
     if trace is not None and any(value is not None for value in given):
         raise ParameterError(
-            "--metric, --subset, --limit and --model are those of the trace; --samples, --other and --quality need the "
-            "model. Leave them out."
+            "--metric, --subset, --search, --limit and --model are those of the trace; --samples, --other and "
+            "--quality need the model. Leave them out."
         )
     if trace:
         chosen_on, result = _tune_trace(store, trace, grid)
@@ -255,7 +266,7 @@ def _tune_trace(store: Path, path: Path, grid: GridFlags) -> tuple[list[str], Tu
 
 
 def _refuse_for_decoder(folder: Path, grid: GridFlags, trace: Path | None, searching: dict[str, Any]) -> None:
-    plain = {"metric": None, "rerank": True, "key_dtype": "float16", "subset": None}
+    plain = {"metric": None, "rerank": True, "key_dtype": "float16", "subset": None, "automaton": None}
     if trace is not None or searching != plain or replace(grid, weights=None) != GridFlags():
         raise ParameterError(
             f"{folder} is a decoder without a store: only λ is chosen. Give TEXT, --model and --limit."
@@ -482,6 +493,8 @@ def _evaluation_rows(result: Evaluation) -> list[tuple[str, str]]:
         ("weights", f"{result.weights}, λ {result.lmbda:.3g}"),
         *online_rows(result.online),
     ]
+    if result.searched is not None:
+        rows.append(("searched", f"{result.searched:.1%} of the tokens"))
     for memory in result.memories:
         votes = f"k {memory['k']}, τ {memory['knn_temperature']:g}, {memory['metric']}, " if "k" in memory else ""
         rows.append((f"  {memory['name']}", f"{votes}weight {memory['weight']:.3g}"))

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Evaluation:
     weights: str  # the kind of weights: fixed, fitted, buckets, gated
     online: OnlineConfig | None  # None: without online weights
     seconds: float
+    searched: float | None = None  # share of the tokens that stores were searched for; None: unknown, or no store
 
     def __str__(self) -> str:
         figures = f"perplexity {self.base_perplexity:.3f} → {self.perplexity:.3f} ({self.change})"
@@ -137,6 +138,7 @@ class Evaluation:
             "weights": self.weights,
             "online": self.online.as_dict() if self.online else None,
             "memories": self.memories,
+            "searched": self.searched,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -201,7 +203,9 @@ def evaluate(
         every = list(first_documents(documents, mixture.lm, limit))
         scored = _join_parts([_score(own, some, **reading) for own, some in _by_store(mixture, every)], mixture)
     found, seconds = (scored.totals, scored.sums.tolist(), scored.memories), time.perf_counter() - begin
-    return summarise(*found, mixture.weights_kind, online=mixture.online, seconds=seconds)
+    searched = None if scored.searched is None else scored.searched / scored.totals.tokens
+    result = summarise(*found, mixture.weights_kind, online=mixture.online, seconds=seconds)
+    return replace(result, searched=searched)
 
 
 def _by_store(mixture: Mixture, pairs: Sequence[Document]) -> list[tuple[Mixture, list[Document]]]:
@@ -219,6 +223,7 @@ class _Scored:
     totals: Totals
     sums: Tensor  # (6,)
     memories: list[dict[str, Any]]
+    searched: float | None  # tokens that stores were searched for; None: there is no store
 
 
 def _score(
@@ -226,6 +231,7 @@ def _score(
 ) -> _Scored:
     """Score every token of the documents by one mixture."""
     totals, sums = Totals(), torch.zeros(6, dtype=torch.float64)
+    searched: float | None = None
     weight_sums = torch.zeros(len(mixture.component_names), dtype=torch.float64)
     order = TextOrder(mixture.layer)
     read = read_batches(mixture, documents, totals=totals, limit=limit, **reading)
@@ -233,12 +239,14 @@ def _score(
         best = scores.components.nan_to_num(nan=-torch.inf).amax(1)
         sums += score_sums(scores.components[:, 0], scores.mixture, best)
         weight_sums += scores.weights.double().sum(0).cpu()
+        if scores.searched is not None:
+            searched = (searched or 0.0) + float(scores.searched.double().sum())
     weights = mixture.weights
     if isinstance(weights, FixedWeights) and not mixture.layer.stateful:
         mean: Sequence[float] = weights.values
     else:
         mean = (weight_sums / totals.tokens).tolist()
-    return _Scored(totals, sums, _memory_summaries(mixture, mean))
+    return _Scored(totals, sums, _memory_summaries(mixture, mean), searched)
 
 
 def _join_parts(parts: Sequence[_Scored], mixture: Mixture) -> _Scored:
@@ -253,7 +261,9 @@ def _join_parts(parts: Sequence[_Scored], mixture: Mixture) -> _Scored:
     }
     unused = _memory_summaries(mixture, [0.0] * len(mixture.component_names))
     memories = [found.get(memory["name"], memory) for memory in unused]
-    return _Scored(totals, torch.stack([part.sums for part in parts]).sum(0), memories)
+    searched = [part.searched for part in parts if part.searched is not None]
+    sums = torch.stack([part.sums for part in parts]).sum(0)
+    return _Scored(totals, sums, memories, sum(searched) if searched else None)
 
 
 def _memory_summaries(mixture: Mixture, weights: Sequence[float]) -> list[dict[str, Any]]:
@@ -391,6 +401,7 @@ class TokenScores:
     components: Tensor  # (N, M) by each component, the language model first
     mixture: Tensor  # (N,) float64, by the mixture
     weights: Tensor  # (N, M)
+    searched: Tensor | None = None  # (N,) share of the stores that were searched; None: unknown, or no store
 
 
 @dataclass(frozen=True)
@@ -399,10 +410,12 @@ class ComponentScores:
 
     components: Tensor  # (N, M); the language model first
     given: PositionInputs
+    searched: Tensor | None = None  # (N,) share of the stores that were searched; None: unknown, or no store
 
     def select(self, rows: slice) -> ComponentScores:
         """Return the scores of some rows."""
-        return ComponentScores(self.components[rows], self.given.select(rows))
+        searched = None if self.searched is None else self.searched[rows]
+        return ComponentScores(self.components[rows], self.given.select(rows), searched)
 
     def weigh(self, layer: OnlineLayer, begins: Tensor) -> TokenScores:
         """Return the scores of the mixture; `begins` marks the (N,) first tokens of texts, whose rows are in order."""
@@ -416,7 +429,8 @@ class ComponentScores:
         return self._mixed(layer.weights.compute(self.given.inputs, self.given.abstains))
 
     def _mixed(self, weights: Tensor) -> TokenScores:
-        return TokenScores(self.components, log_mixed(self.components.double(), weights.double()), weights)
+        mixed = log_mixed(self.components.double(), weights.double())
+        return TokenScores(self.components, mixed, weights, self.searched)
 
 
 def join_scores(scores: Sequence[ComponentScores], rows: Sequence[Tensor]) -> ComponentScores:
@@ -427,7 +441,9 @@ def join_scores(scores: Sequence[ComponentScores], rows: Sequence[Tensor]) -> Co
         return torch.cat(list(tensors)).cpu()[order]
 
     inputs, abstains = join(each.given.inputs for each in scores), join(each.given.abstains for each in scores)
-    return ComponentScores(join(each.components for each in scores), PositionInputs(inputs, abstains))
+    known = [each.searched for each in scores if each.searched is not None]
+    searched = join(known) if len(known) == len(scores) else None
+    return ComponentScores(join(each.components for each in scores), PositionInputs(inputs, abstains), searched)
 
 
 class TextOrder:
@@ -484,7 +500,7 @@ def score_batches(
         for batch in batches:
             yield component_scores(mixture.predict_components(batch.context), batch.targets)
         return
-    coalesced = _coalesce(map(_strip, batches))
+    coalesced = _coalesce(_strip(batch, with_spans=bool(mixture.automata)) for batch in batches)
     if read_ahead:
         yield from _search_in_thread(mixture, coalesced)
     else:
@@ -494,12 +510,12 @@ def score_batches(
 def can_defer_search(mixture: Mixture) -> bool:
     """Whether memories and weights need only keys, so that the logits need not be kept until the search."""
     fixed = isinstance(mixture.weights, (FixedWeights, BucketWeights))
-    return fixed and not mixture.memories_need_texts and all(memory.expensive for memory in mixture.memories)
+    return fixed and all(memory.expensive for memory in mixture.memories)
 
 
 def component_scores(found: ComponentOutputs, targets: Tensor) -> ComponentScores:
     """Return the scores of targets, one for each position."""
-    return ComponentScores(found.log_probs(targets), found.given)
+    return ComponentScores(found.log_probs(targets), found.given, found.searched)
 
 
 @dataclass(frozen=True)
@@ -522,7 +538,7 @@ class _TargetLogProbs:
 class _PendingScores:
     """Positions to search for, without the (N, V) logits."""
 
-    context: Context  # keys only
+    context: Context  # keys and, with an automaton, texts
     targets: Tensor  # (N,)
     log_p: Tensor  # (N,) the language model's log-probabilities of the targets
 
@@ -533,10 +549,11 @@ class _PendingScores:
         return SimpleOutput(_TargetLogProbs(self.log_p), no_features, torch.full_like(self.targets, -1))
 
 
-def _strip(batch: ReadBatch) -> _PendingScores:
-    """Drop the logits of a batch."""
+def _strip(batch: ReadBatch, *, with_spans: bool) -> _PendingScores:
+    """Drop the logits of a batch, and the texts unless entries of a store are followed along them."""
     keys = {source: states for source, states in batch.context.states.items() if source != LM_LOGITS}
-    context = Context(keys, source_tokens=batch.context.source_tokens)
+    spans = batch.context.spans if with_spans else ()
+    context = Context(keys, spans, source_tokens=batch.context.source_tokens)
     return _PendingScores(context, batch.targets, Logits(batch.logits).log_prob(batch.targets))
 
 

@@ -24,7 +24,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.lm.shared import BLOCK_INPUT, TopLM
 from knnlm.memories.base import LOGITS, Context, Origin, Source, Span
 from knnlm.mixture.layer import OnlineLayer
-from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.mixture import Mixture, Retrieved
 from knnlm.mixture.readers import Reading, trunk_of
 from knnlm.mixture.weights import MixturePrediction
 
@@ -62,6 +62,8 @@ class MemoryState:
     # At the last position, if needed: (M · V,) log-probabilities of the components, (E · M,) weights by expert, (M,)
     # which components abstain, and M.
     pending: _HistoryLayer = field(default_factory=_HistoryLayer)
+    # By the automaton, the entries that it reached at each position; -1 where it was not asked, or there are fewer.
+    entries: dict[object, _HistoryLayer] = field(default_factory=dict)
     # By the reader's number and the first of its blocks that run: not 0 where it shares those before with the model.
     reader_caches: dict[tuple[int, int], Cache] = field(default_factory=dict)
     # By the reader's number, its keys and logits at tokens that the language model has not read yet.
@@ -73,7 +75,7 @@ class MemoryState:
         """Append the layers that the cache does not have yet."""
         own = [layer for reader_cache in self.reader_caches.values() for layer in text_cache(reader_cache).layers]
         online = [layer for layer in (self.online, self.pending) if layer.is_initialized]
-        _append_missing(cache, [self.tokens, *self.keys.values(), *online, *own])
+        _append_missing(cache, [self.tokens, *self.keys.values(), *self.entries.values(), *online, *own])
         setattr(cache, _STATE_ATTRIBUTE, self)
 
     def attach_sources(self, cache: Cache) -> None:
@@ -265,6 +267,7 @@ class _StateRows:
     online: Sequence[Tensor] | None  # (S,) states of the online weights at `first`; None: without any
     known: int  # positions that have such a state
     pending: Tensor | None  # (B, 1, 1, …) see `MemoryState`; None: there is none
+    entries: Mapping[object, Sequence[Tensor]]  # (W,) of each row at the position before `first`, by the automaton
 
     @classmethod
     def of(cls, state: MemoryState, step: ForwardStep, layer: OnlineLayer) -> _StateRows:
@@ -291,6 +294,11 @@ class _StateRows:
             online=online[:, 0, min(first, known - 1)].unbind() if layer.stateful and online is not None else None,
             known=known,
             pending=state.pending.keys if state.pending.get_seq_length() else None,
+            entries={
+                automaton: own.keys[:, 0, first - 1].unbind()
+                for automaton, own in state.entries.items()
+                if own.keys is not None and 0 < first <= own.get_seq_length()
+            },
         )
 
     def span(self, row: int, start: int, first: int) -> Span:
@@ -303,7 +311,9 @@ class _StateRows:
             past = {source: own[row][start:] if start else own[row] for source, own in self.past.items()}
         else:  # after padding
             past = {source: own[row][:0] for source, own in self.past.items()}
-        return Span(tokens, first - start, past, self._state(row, start, first, tokens, origins), origins)
+        continues = first == self.first > start
+        entries = {automaton: own[row] for automaton, own in self.entries.items()} if continues else {}
+        return Span(tokens, first - start, past, self._state(row, start, first, tokens, origins), origins, entries)
 
     def _state(self, row: int, start: int, first: int, tokens: Tensor, origins: Tensor | None) -> Tensor | None:
         """Return the state of online weights at position `first`; None where nothing of the text was read before."""
@@ -338,6 +348,20 @@ def keep_pending(state: MemoryState, step: ForwardStep, last: MixturePrediction)
     count = weights.new_full((len(weights), 1), weights.shape[-1])
     pending = torch.cat([dense.flatten(1), weights.flatten(1), abstains.to(weights), count], 1).detach()
     state.pending.replace(pending[:, None], step.tokens[:, -1:])
+
+
+def keep_entries(mixture: Mixture, state: MemoryState, step: ForwardStep, retrieved: Retrieved, cache: Any) -> None:
+    """Append the entries that automata reached at the predicted positions; at other positions there are none."""
+    for number, automaton in mixture.automata.items():
+        neighbours = retrieved.neighbours[number]
+        if neighbours is None or neighbours.followed is None:
+            continue
+        reached = neighbours.followed.entries.unflatten(0, (len(step.tokens), -1))  # (B, n, W)
+        every = reached.new_full((*step.tokens.shape, reached.shape[2]), -1, dtype=automaton.kept_dtype)
+        every[:, step.kept] = reached.to(every.dtype)
+        state.entries.setdefault(automaton, _HistoryLayer()).append(every.to(step.tokens.device), step.tokens)  # type: ignore[no-untyped-call]
+    if isinstance(cache, Cache):
+        state.attach(cache)
 
 
 def keep_states(state: MemoryState, step: ForwardStep, states: Tensor) -> None:

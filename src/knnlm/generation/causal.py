@@ -45,6 +45,7 @@ from knnlm.generation.cache import (
     ForwardStep,
     MemoryState,
     advance,
+    keep_entries,
     keep_pending,
     keep_states,
     memory_state,
@@ -65,7 +66,7 @@ from knnlm.lm.loading import auto_class, load_feature_extractor, reads_audio
 from knnlm.lm.speech import wrap_model
 from knnlm.memories.base import LM_LOGITS, Context, Origin, Positions, Source, SourceTokens
 from knnlm.mixture.loader import is_decoder, language_model
-from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.mixture import Mixture, Retrieved
 from knnlm.mixture.repetition import NO_TOKEN, damp
 from knnlm.mixture.saved import read_mixture, weights_state, write_mixture
 from knnlm.mixture.spec import DEFAULTS, MixtureOptions, SavedMixture
@@ -383,12 +384,13 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         )
         prompts = _prompts.get()
         generates = prompts is not None
-        if prompts is not None and not self.mixture.layer.stateful:
+        if prompts is not None and not self.mixture.layer.stateful and not self.mixture.automata:
             outside = self._outside_domain(output.logits.shape, **others)
             ended = prompts.ended(len(context.states[LM_LOGITS]))
             log_p = step_graphs(self.mixture).predict(context, outside, ended)
         else:
-            mixed = self.mixture.predict(context, all_components=False)
+            retrieved = self._retrieve(context, state, step, cache=self._filled_cache(output))
+            mixed = self.mixture.predict(context, retrieved, all_components=False)
             if mixed.states is not None:
                 assert state is not None
                 assert step is not None
@@ -515,6 +517,16 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
         generated = 0 if prompts is None else max(0, before + new - prompts.length)
         wide = max(logits_to_keep, min(new, EVIDENCE_TOKENS + generated))
         return logits_to_keep if wide == logits_to_keep else wide
+
+    def _retrieve(
+        self, context: Context, state: MemoryState | None, step: ForwardStep | None, *, cache: Any
+    ) -> Retrieved | None:
+        """Search with automata, and keep what they reach at each position in the state; None: there are none."""
+        if not self.mixture.automata or state is None or step is None:
+            return None
+        retrieved = self.mixture.retrieve(context)
+        keep_entries(self.mixture, state, step, retrieved, cache)
+        return retrieved
 
     def _remember(
         self,

@@ -51,6 +51,21 @@ def train_product_quantiser(sample: Tensor, pieces: int, *, seed: int, iteration
     return torch.from_numpy(entries.reshape(pieces, quantiser.ksub, width // pieces).copy())
 
 
+def cluster_vectors(vectors: Vectors, count: int) -> Tensor:
+    """Return the number of the cluster of each vector, (n,), of `count` that k-means finds on an even sample."""
+    faiss = _faiss()
+    count = min(count, vectors.rows)
+    if not count:
+        return torch.zeros(0, dtype=torch.long)
+    wanted = min(vectors.rows, training_sample_size(count), _MAX_SAMPLE_BYTES // (4 * vectors.width))
+    sample = np.ascontiguousarray(vectors.take(even_sample(vectors.rows, wanted)).numpy())
+    kmeans = faiss.Kmeans(vectors.width, count, niter=KMEANS_ROUNDS, seed=1)
+    kmeans.cp.min_points_per_centroid, kmeans.cp.max_points_per_centroid = 1, 1 << 30
+    kmeans.train(sample)
+    blocks = (kmeans.index.search(block.contiguous().numpy(), 1)[1] for _, block in vectors.chunks(_BLOCK))
+    return torch.cat([torch.from_numpy(labels[:, 0]) for labels in blocks])
+
+
 def make_empty(spec: str, width: int, *, metric: str = "l2") -> Any:
     """Return the FAISS index of a factory string, not trained yet; raise where FAISS does not understand the string."""
     check_metric(metric)

@@ -1,5 +1,6 @@
 """Components besides the language model that predict the next token."""
 
+from knnlm.memories.automaton import AutomatonParams
 from knnlm.memories.base import (
     LM_LOGITS,
     LOGITS,
@@ -38,6 +39,7 @@ __all__ = [
     "LOGITS",
     "NEAR",
     "AdditivePrediction",
+    "AutomatonParams",
     "CacheMemory",
     "Context",
     "DecoderMemory",

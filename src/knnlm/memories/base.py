@@ -132,6 +132,8 @@ class Span:
     past: Mapping[Source, Tensor] = field(default_factory=dict)  # (P, D) keys of the P positions before `start`
     state: Tensor | None = None  # (S,) of the online weights at `start`; None: that of the beginning of a text
     origins: Tensor | None = None  # (T,) of the tokens, see `Origin`; None: all are given
+    # By the automaton, the entries that it reached at the position before `start`; none at the beginning of a text.
+    entries: Mapping[object, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens) - self.start

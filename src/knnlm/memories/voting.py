@@ -36,6 +36,19 @@ FEATURES = (
 
 
 @dataclass(frozen=True)
+class Followed:
+    """What an automaton has reached at N positions; see `knnlm.memories.automaton`."""
+
+    entries: Tensor  # (N, W) whose pointers lead on from the position; -1: none
+    searched: Tensor  # (N,) whether the position was searched for
+
+    def select(self, rows: Tensor) -> Followed:
+        """Return what was reached at some positions."""
+        rows = rows.to(self.entries.device)
+        return Followed(self.entries[rows], self.searched[rows])
+
+
+@dataclass(frozen=True)
 class RetrievedNeighbours:
     """The neighbours of N queries, nearest first."""
 
@@ -43,18 +56,20 @@ class RetrievedNeighbours:
     distances: Tensor  # (N, k); inf = none
     values: Tensor  # (N, k) the token that followed; -1 = none
     counts: Tensor | None = None  # (N, k) number of merged entries; None: one each
+    followed: Followed | None = None  # None: without an automaton
 
     def nearest(self, k: int) -> RetrievedNeighbours:
         """Return at most the k nearest of each query."""
         if k >= self.ids.shape[1]:
             return self
         counts = None if self.counts is None else self.counts[:, :k]
-        return RetrievedNeighbours(self.ids[:, :k], self.distances[:, :k], self.values[:, :k], counts)
+        return RetrievedNeighbours(self.ids[:, :k], self.distances[:, :k], self.values[:, :k], counts, self.followed)
 
     def select(self, rows: Tensor) -> RetrievedNeighbours:
         """Return the neighbours of some queries, (n,) → n queries."""
         counts = None if self.counts is None else self.counts[rows]
-        return RetrievedNeighbours(self.ids[rows], self.distances[rows], self.values[rows], counts)
+        followed = None if self.followed is None else self.followed.select(rows)
+        return RetrievedNeighbours(self.ids[rows], self.distances[rows], self.values[rows], counts, followed)
 
     def masked(self, mask: Tensor) -> RetrievedNeighbours:
         """Remove the neighbours of the queries where the (N,) mask is False."""
@@ -64,6 +79,7 @@ class RetrievedNeighbours:
             self.distances.masked_fill(removed, torch.inf),
             self.values.masked_fill(removed, -1),
             self.counts,
+            self.followed,
         )
 
     @classmethod

@@ -23,6 +23,7 @@ from knnlm.lm.fingerprint import identity_difference, token_fields
 from knnlm.lm.loading import has_encoder, verify_checksums
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.speech import SpeechLM, open_lm
+from knnlm.memories.automaton import Automaton
 from knnlm.memories.base import Memory, Source
 from knnlm.memories.cache import WINDOW, CacheMemory
 from knnlm.memories.decoder import CARD, DecoderCard, DecoderMemory, load_card
@@ -271,9 +272,15 @@ class _Loader:
                 "--context and --stride."
             )
         main, *others = spec.settings or [VoteParams(DEFAULTS["k"], DEFAULTS["knn_temperature"])]
-        index = self._index(store, self.options.metric or spec.metric or "l2")
+        index, params = self._index(store, self.options.metric or spec.metric or "l2"), self.options.automaton
         return KnnMemory(
-            store, index, k=main.k, knn_temperature=main.knn_temperature, others=others, source=self._source(store)
+            store,
+            index,
+            k=main.k,
+            knn_temperature=main.knn_temperature,
+            others=others,
+            source=self._source(store),
+            automaton=None if params is None else Automaton(store, params, metric=index.metric),
         )
 
     def _index(self, store: Datastore, metric: str) -> Index | PairSubsetIndex:
@@ -532,7 +539,7 @@ def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> 
     """Open a decoder and the language model that it is mixed with."""
     card, options = load_card(folder), request.options
     unused = request.memories, request.k, request.knn_temperature, options.metric, options.skip_fraction, options.subset
-    given = any(value is not None for value in (*unused, options.open_index))
+    given = any(value is not None for value in (*unused, options.automaton, options.open_index))
     if given or not options.rerank or options.key_dtype != "float16":
         raise ParameterError(
             f"{folder} is a decoder, which has no store: only --lambda and --model apply. To mix it with other "

@@ -19,6 +19,7 @@ from knnlm.index.base import remote_status
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.windows import WindowShape
+from knnlm.memories.automaton import Automaton
 from knnlm.memories.base import (
     LM_LOGITS,
     LOGITS,
@@ -34,7 +35,7 @@ from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.ngram_cache import NgramCacheMemory
 from knnlm.memories.subset import PairSubsetIndex
-from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams, searches
+from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteOutput, VoteParams, searches
 from knnlm.mixture.layer import OnlineLayer, PositionInputs, SpanTexts
 from knnlm.mixture.loader import LoadedMixture, check_model, load_mixture, specs_of
 from knnlm.mixture.online import OnlineConfig
@@ -99,6 +100,7 @@ class ComponentOutputs:
     outputs: Sequence[MemoryOutput]  # of each memory
     search_mask: Tensor | None  # (N,) False where a search was skipped; None: nowhere
     lm: MemoryOutput
+    searched: Tensor | None = None  # (N,) share of the stores that were searched for each position; None: no store
 
     def log_probs(self, targets: Tensor) -> Tensor:
         """Return the (N, M) log-probabilities of one token per row by each component."""
@@ -375,7 +377,13 @@ class Mixture:
     @property
     def memories_need_texts(self) -> bool:
         """Whether a memory needs all tokens of the text, or earlier keys."""
-        return any(memory.source is None or memory.history_length for memory in self.memories)
+        return bool(self.automata) or any(memory.source is None or memory.history_length for memory in self.memories)
+
+    @property
+    def automata(self) -> dict[int, Automaton]:
+        """The automata of memories that follow entries instead of searching, by the numbers of the memories."""
+        every = ((n, memory.automaton) for n, memory in enumerate(self.memories) if isinstance(memory, KnnMemory))
+        return {number: automaton for number, automaton in every if automaton is not None}
 
     @property
     def needs_positions(self) -> bool:
@@ -425,6 +433,7 @@ class Mixture:
                 own.generated for own in self.memories if isinstance(own, CacheMemory | NgramCacheMemory)
             ),
             subset=next((index.sentences for index in indexes if isinstance(index, PairSubsetIndex)), None),
+            automaton=next((automaton.params for automaton in self.automata.values()), None),
         )
 
     @property
@@ -589,7 +598,8 @@ class Mixture:
         ]
         components = [*lm.components, *(component for output in outputs for component in output.components)]
         given = PositionInputs(self.weights.inputs(context, lm, outputs), abstain_mask(components))
-        return ComponentOutputs(components, given, outputs, context.search_mask, lm)
+        searched = self._searched(outputs, context.search_mask, len(given.abstains))
+        return ComponentOutputs(components, given, outputs, context.search_mask, lm, searched)
 
     # The methods below forward to higher packages, which are imported when they are called.
 
@@ -738,6 +748,16 @@ class Mixture:
             for memory, k in zip(self.memories, ks, strict=True)
         ]
         return Retrieved(neighbours, context.search_mask)
+
+    def _searched(self, outputs: Sequence[MemoryOutput], mask: Tensor | None, rows: int) -> Tensor | None:
+        """Return the (N,) shares of the stores that were searched for each position; None: there is no store."""
+        shares = []
+        for memory, output in zip(self.memories, outputs, strict=True):
+            if searches(memory):
+                followed = output.neighbours.followed if isinstance(output, VoteOutput) else None
+                every = torch.ones(rows) if mask is None else mask
+                shares.append((every if followed is None else followed.searched).float().cpu())
+        return torch.stack(shares).mean(0) if shares else None
 
     def _output(self, number: int, context: Context, retrieved: Retrieved | None) -> MemoryOutput:
         """Return the output of one memory, from what was retrieved for it if anything was."""

@@ -18,6 +18,7 @@ from typing import Any
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.index.base import Index, check_metric
 from knnlm.index.exact import check_key_dtype
+from knnlm.memories.automaton import AutomatonParams
 from knnlm.memories.subset import check_subset
 from knnlm.memories.voting import VoteParams, check_vote
 from knnlm.mixture.weights import check_lambda
@@ -32,7 +33,7 @@ DEFAULTS: dict[str, Any] = {"k": 1024, "knn_temperature": 2.0, "lambda": 0.25}
 
 IndexOpener = Callable[..., Index]  # with the arguments of `knnlm.datastore.indexes.open_index`
 
-_SAVED_OPTIONS = ("cache_generated", "domain_check", "damping", "rerank", "key_dtype", "subset")
+_SAVED_OPTIONS = ("cache_generated", "domain_check", "damping", "rerank", "key_dtype", "subset", "automaton")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class MixtureOptions:
     rerank: bool = True  # vote with distances to the stored keys instead of the index's own
     key_dtype: str = "float16"  # of keys on a GPU
     subset: int | None = None  # stored pairs, those with the nearest sources, that are searched; None: all
+    automaton: AutomatonParams | None = None  # entries are followed where enough are reached; None: all is searched
     open_index: IndexOpener | None = None  # opens the index of a store, such as one on Ray; None: in this process
     model: str | None = None  # the language model; None: the one that the store was built with
     device: str = "auto"
@@ -59,22 +61,30 @@ class MixtureOptions:
         check_subset(self.subset)
         if self.subset is not None and self.open_index is not None:
             raise ParameterError("--subset gathers keys in one process, so it does not search shards on Ray.")
+        if self.automaton is not None and self.open_index is not None:
+            raise ParameterError(
+                "--search automaton compares keys in one process, so it does not search shards on Ray."
+            )
+        if self.automaton is not None and self.subset is not None:
+            raise ParameterError("--search automaton follows entries of the whole store: leave out --subset.")
         if self.skip_fraction is not None and not 0 <= self.skip_fraction <= 1:
             raise ParameterError(f"skip must be a fraction from 0 to 1, not {self.skip_fraction}.")
 
     def as_dict(self) -> dict[str, Any]:
         """Return, as JSON types, the options that are saved with a model and not with its memories or weights."""
-        return {name: getattr(self, name) for name in _SAVED_OPTIONS}
+        saved = {name: getattr(self, name) for name in _SAVED_OPTIONS}
+        return saved | {"automaton": None if self.automaton is None else self.automaton.as_dict()}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> MixtureOptions:
         """Validate and read what `as_dict` returned; options that are not there keep their defaults."""
         given = {name: stored[name] for name in _SAVED_OPTIONS if name in stored}
+        params = given.pop("automaton", None)
         for name, value in given.items():
             kinds = (int, type(None)) if name == "subset" else (type(getattr(cls, name)),)
             if type(value) not in kinds:
                 raise TypeError(f"option {name} is {value!r}")
-        return cls(**given)
+        return cls(**given, automaton=None if params is None else AutomatonParams.from_dict(params))
 
 
 @dataclass(frozen=True)

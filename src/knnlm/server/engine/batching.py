@@ -8,7 +8,7 @@ holds all sequences in one cache, padded on the left, and reads one token of eac
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ class Prompt:
     cache: Any = None
     state: Tensor | None = None  # (S,) of the online weights after the tokens read; None: none was evidence
     origins: list[int] | None = None  # of the tokens; None: all are given
+    entries: Mapping[object, Tensor] = field(default_factory=dict)  # reached after the tokens read, see `Span.entries`
 
     @property
     def remaining(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
 from time import perf_counter
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from knnlm.errors import ParameterError
+from knnlm.memories.automaton import Automaton
 from knnlm.memories.base import LM_LOGITS, Context, Logits, Memory, MemoryOutput, join_contexts
 from knnlm.memories.knn import KnnMemory, stored_passage
 from knnlm.memories.voting import NeighbourMemory, SearchMemory, VoteOutput, VoteParams, searches
@@ -179,6 +180,9 @@ def search_k(mixture: Mixture | None, label: str, memory: SearchMemory) -> int:
     return max(own.max_k, memory.max_k) if searches(own) else 0
 
 
+Entries = Mapping[object, Tensor]  # that each automaton has reached, see `Span.entries`
+
+
 @dataclass(frozen=True)
 class PositionRequest:
     """One position of a request, and how its next token is chosen."""
@@ -200,9 +204,10 @@ class ForwardResult:
     positions: Sequence[PositionRequest]
     one_prompt: bool  # the positions are not split into groups
 
-    def with_states(self, states: Sequence[Tensor | None]) -> ForwardResult:
-        """Return the result with the state of the online weights for each span."""
-        spans = [replace(span, state=state) for span, state in zip(self.context.spans, states, strict=True)]
+    def with_states(self, states: Sequence[Tensor | None], entries: Sequence[Entries]) -> ForwardResult:
+        """Return the result with the state of the online weights, and the reached entries, before each span."""
+        known = zip(self.context.spans, states, entries, strict=True)
+        spans = [replace(span, state=state, entries=own) for span, state, own in known]
         return replace(self, context=replace(self.context, spans=spans))
 
 
@@ -212,6 +217,7 @@ class PredictedPosition:
 
     tokens: list[ScoredToken]
     state: Tensor | None  # (S,) after the known token, or before the sampled ones; None: without online weights
+    entries: Entries = field(default_factory=dict)
 
 
 @dataclass
@@ -251,7 +257,17 @@ def predict_batch(mixtures: MixtureCache, results: Sequence[ForwardResult], time
     retrieved = _retrieve(mixtures, results, groups, times=times)
     for group in groups:
         by_row.update(zip(group.rows, _GroupPredictor(mixtures, group, retrieved).predict(), strict=True))
-    return [by_row[row] for row in range(len(by_row))]
+    reached = _reached(mixtures.mixture, retrieved)
+    return [
+        replace(by_row[row], entries={each: own[row] for each, own in reached.items()}) if reached else by_row[row]
+        for row in range(len(by_row))
+    ]
+
+
+def _reached(mixture: Mixture, retrieved: Retrieved) -> dict[Automaton, Tensor]:
+    """Return the (N, W) entries that each automaton has reached."""
+    found = ((retrieved.neighbours[number], automaton) for number, automaton in mixture.automata.items())
+    return {each: own.followed.entries for own, each in found if own is not None and own.followed is not None}
 
 
 def _groups(mixtures: MixtureCache, results: Sequence[ForwardResult]) -> list[_Group]:
@@ -295,15 +311,26 @@ def _retrieve(
     sources = {memory.source for memory in base.memories if memory.expensive and memory.source is not None}
     contexts = [
         Context(
-            {source: result.context.states[source] for source in sources}, source_tokens=result.context.source_tokens
+            {source: result.context.states[source] for source in sources},
+            result.context.spans if base.automata else (),
+            source_tokens=result.context.source_tokens,
         )
         for result in results
     ]
     retrieved = base.retrieve(join_contexts(contexts), ks)
-    if searched := sum(k > 0 for wanted in ks for k in wanted):
+    if searched := _count_searches(retrieved, ks):
         times.search += perf_counter() - began
         times.searched += searched
     return retrieved
+
+
+def _count_searches(retrieved: Retrieved, ks: Sequence[Sequence[int]]) -> int:
+    """Return how many positions stores were searched for; those that an automaton reached are none of them."""
+    count = 0
+    for neighbours, wanted in zip(retrieved.neighbours, ks, strict=True):
+        followed = None if neighbours is None else neighbours.followed
+        count += sum(k > 0 for k in wanted) if followed is None else int(followed.searched.sum())
+    return count
 
 
 class _GroupPredictor:

@@ -359,7 +359,8 @@ class Scheduler:
         result = ForwardResult(logits, context, positions, one_prompt=False)
         if context.spans:
             # Generated tokens do not update the online weights: their state stays that of the prompt.
-            result = result.with_states([sequence.state for sequence in self._sequences])
+            states = [sequence.state for sequence in self._sequences]
+            result = result.with_states(states, [sequence.entries for sequence in self._sequences])
         return [result]
 
     def _read_prompts(self) -> tuple[list[ForwardResult], list[tuple[_PendingPrompt, int]]]:
@@ -385,8 +386,9 @@ class Scheduler:
                 if positions := _positions(pending, first, evidence=evidence):
                     result = ForwardResult(logits, context, positions, one_prompt=True)
                     if context.spans:
-                        others = [None] * (len(context.spans) - 1)
-                        result = result.with_states([None if first == begin else prompt.state, *others])
+                        others = len(context.spans) - 1
+                        states = [None if first == begin else prompt.state, *[None] * others]
+                        result = result.with_states(states, [prompt.entries, *[{}] * others])
                     results.append(result)
                     count = len(positions)
             read.append((pending, count))
@@ -426,6 +428,8 @@ class Scheduler:
         samples = done and request.max_tokens > 0
         if predicted:
             pending.prompt.state = predicted[-1].state
+            if not request.windowed:  # every window begins by itself
+                pending.prompt.entries = predicted[-1].entries
         if request.echo:
             echoed = [position.tokens[0] for position in predicted[: len(predicted) - samples]]
             for sequence in pending.sequences:
@@ -434,7 +438,7 @@ class Scheduler:
             assert self._cache is not None
             self._cache.join(pending.prompt, request.copies)
             for sequence, token in zip(pending.sequences, predicted[-1].tokens, strict=True):
-                sequence.state = pending.prompt.state
+                sequence.state, sequence.entries = pending.prompt.state, pending.prompt.entries
                 self._sequences.append(sequence)
                 self._advance(sequence, [token])
         elif done:
@@ -448,16 +452,19 @@ class Scheduler:
         """Append the tokens of a step to every sequence; `began`: its time, if it did nothing else."""
         if not self._read:
             for sequence in self._sequences:
-                self._advance(sequence, next(predicted).tokens)
+                position = next(predicted)
+                sequence.entries = position.entries
+                self._advance(sequence, position.tokens)
             return
         assert self._cache is not None
         assert self.drafts is not None
-        steps = [[next(predicted).tokens[0] for _ in range(len(read))] for read in self._read]
+        steps = [[next(predicted) for _ in range(len(read))][: read.sampled] for read in self._read]
         if max(map(len, self._read)) > 1:
             self._cache.cut([read.sampled for read in self._read])
         self.drafts.observe(self._sequences, self._read, None if began is None else time.perf_counter() - began)
-        for sequence, read, tokens in zip(self._sequences, self._read, steps, strict=True):
-            self._advance(sequence, tokens[: read.sampled])
+        for sequence, positions in zip(self._sequences, steps, strict=True):
+            sequence.entries = positions[-1].entries
+            self._advance(sequence, [position.tokens[0] for position in positions])
 
     def _advance(self, sequence: GeneratedSequence, tokens: Sequence[ScoredToken]) -> None:
         """Append sampled tokens to a sequence, until it ends."""

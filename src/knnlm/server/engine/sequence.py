@@ -54,6 +54,7 @@ class GeneratedSequence:
         self.draw = Sampler(request.temperature, request.top_p, seed, request.penalties).draw
         self.last_token = -1
         self.state: Tensor | None = None  # of the online weights after the prompt
+        self.entries: Mapping[object, Tensor] = {}  # that were reached at the last position, see `Span.entries`
         self.tokens: list[int] = []  # that were sampled
         self.repeats = False  # whether the last tokens occurred before, so that memories may be damped
         self._passages: set[tuple[int, ...]] = set()  # of MIN_REPEAT tokens
