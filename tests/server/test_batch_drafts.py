@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -11,10 +13,13 @@ import torch
 from helpers.models import tiny, tiny_tokenizer
 from helpers.server import serving
 from helpers.stores import documents
+from knnlm.corpus import Document
+from knnlm.errors import ParameterError
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.draft import StepTimes
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.layers import has_fixed_positions
 from knnlm.memories.automaton import AutomatonParams
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
@@ -184,6 +189,80 @@ def test_what_is_left_after_a_cut_is_what_each_text_alone_has(lm, path, lengths)
             assert cache.lengths == [len(text) for text in texts]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mpt"])
+def test_drafts_end_at_the_last_position_of_the_longest_text(family, tmp_path):
+    """A short text would be drafted beside one that has no room for as many positions."""
+    lm = open_lm(family)
+    store = build(TEXTS, tmp_path / "docs.store", lm=lm, window=lm.window(64))
+    mixture = Mixture.open(store.path, lm, memories="knn:0.9", use_tuned=False, k=1, knn_temperature=1.0)
+    tokens = lm.encode(" ".join(document.text for document in TEXTS))
+    long = GenerationRequest((lm.start_token, *tokens[: mixture.max_length - 13]), 12, temperature=0.0, ignore_eos=True)
+    short = GenerationRequest((lm.start_token, *tokens[:5]), 60, temperature=0.0, ignore_eos=True)
+    expected, _ = answers(mixture, [long, short], draft=False)
+    found, drafts = answers(mixture, [long, short], draft=True)
+    assert [own[:3] for own in found] == [own[:3] for own in expected]
+    assert drafts.drafted
+
+
+def test_positions_that_depend_on_the_length_are_not_drafted(tmp_path):
+    model = tiny("llama")
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = parameters
+    assert has_fixed_positions(model.config)
+    lm = CausalLM(type(model)(config).eval().double(), tiny_tokenizer(), name="dynamic")
+    assert not has_fixed_positions(lm.model.config)
+    store = build(TEXTS, tmp_path / "docs.store", lm=lm, window=lm.window(64))
+    mixture = Mixture.open(store.path, lm, memories="knn:0.9", use_tuned=False, k=1)
+    assert check_same(mixture, 4).drafted == 0
+    with pytest.raises(ParameterError, match="dynamic: its positions depend on the length"):
+        KnnForCausalLM(mixture).generate(torch.tensor([[1, 5, 9]]), max_new_tokens=3, draft=True)
+
+
+def test_a_suffix_array_that_cannot_be_opened_does_not_stop_the_server(lm, tmp_path, caplog):
+    store = build(TEXTS, tmp_path / "docs.store", lm=lm, window=lm.window(128))
+    (store.path / "ngram").mkdir()
+    (store.path / "ngram" / "metadata.json").write_text("{")
+    mixture = Mixture.open(store.path, lm, memories="knn:0.9", use_tuned=False, k=1, knn_temperature=1.0)
+    requests = list(requests_of(lm, 4))
+    assert [own[:3] for own in answers(mixture, requests, draft=True)[0]] == [
+        own[:3] for own in answers(mixture, requests, draft=False)[0]
+    ]
+    assert "cannot be indexed" in caplog.text
+
+
+def test_added_documents_are_drafted_from_when_their_text_is_indexed(lm, tmp_path):
+    store = build(TEXTS, tmp_path / "docs.store", lm=lm, window=lm.window(128))
+    mixture = Mixture.open(store.path, lm, memories="knn:0.999", use_tuned=False, k=1, knn_temperature=1.0)
+    new = Document("new", "new", "Seven violet engines hum beneath the quiet northern harbour of glass.")
+    tokens = lm.encode(new.text)
+    request = GenerationRequest((lm.start_token, *tokens[:4]), 12, temperature=0.0, ignore_eos=True)
+    scheduler = Scheduler(mixture, draft=True)
+    scheduler.start()
+    try:
+        list(scheduler.submit(request).events())
+        add([new], store.path, lm=lm)
+        list(scheduler.submit(request).events())  # after which another thread indexes the text
+        for thread in threading.enumerate():
+            if thread.name == "knnlm-drafts":
+                thread.join(30)
+        *_, end = scheduler.submit(request).events()
+        assert "new" in {part["document"] for part in end.drafts["copied"]}
+    finally:
+        scheduler.stop()
+
+
+def test_accepted_tokens_are_those_of_the_text(lm, path):
+    """A stop string inside a draft ends the text: the tokens behind it are not counted."""
+    mixture = Mixture.open(path, lm, memories="knn:0.999", use_tuned=False, k=1, knn_temperature=1.0)
+    tokens = lm.encode(TEXTS[0].text)
+    stop = lm.tokenizer.decode(tokens[9:11])
+    request = GenerationRequest((lm.start_token, *tokens[:4]), 20, temperature=0.0, ignore_eos=True, stop=(stop,))
+    (((_, reason, count, _),), drafts) = answers(mixture, [request], draft=True)
+    assert reason == "stop"
+    assert 0 < drafts.accepted <= count
+
+
 def test_can_cut(lm, path):
     mixture = Mixture.open(path, lm, memories="knn:0.5", use_tuned=False)
     assert not SequentialCache(KnnForCausalLM(mixture)).can_cut
@@ -227,9 +306,9 @@ def test_drafts_over_http(tuned):
             metrics = client.get("/metrics").text
         chunks = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == found["text"]
-        assert chunks[-1]["choices"][0]["knnlm"]["drafts"] == drafts
+        later = chunks[-1]["choices"][0]["knnlm"]["drafts"]
         counters = dict(line.split() for line in metrics.splitlines() if line.startswith("knnlm_tokens_"))
-        assert float(counters["knnlm_tokens_drafted_total"]) == 2 * drafts["drafted"]
-        assert float(counters["knnlm_tokens_accepted_total"]) == 2 * drafts["accepted"]
+        assert float(counters["knnlm_tokens_drafted_total"]) == drafts["drafted"] + later["drafted"]
+        assert float(counters["knnlm_tokens_accepted_total"]) == drafts["accepted"] + later["accepted"]
         with plain.client() as client:
             assert "knnlm_tokens_drafted" not in client.get("/metrics").text

@@ -56,7 +56,14 @@ from knnlm.generation.cache import (
 )
 from knnlm.generation.draft import MAX_DRAFT, Drafter
 from knnlm.generation.model_graph import ModelPass, replayed, run_model
-from knnlm.generation.speculation import Candidates, Speculation, SpeculationMixin, drafting_student, make_drafter
+from knnlm.generation.speculation import (
+    Candidates,
+    Speculation,
+    SpeculationMixin,
+    can_draft,
+    drafting_student,
+    make_drafter,
+)
 from knnlm.generation.step_graph import step_graphs
 from knnlm.generation.student import DraftingStudent
 from knnlm.index.gpu.deferred import defer_checks
@@ -323,6 +330,11 @@ class KnnForCausalLM(SpeculationMixin, PreTrainedModel, GenerationMixin):
             raise ParameterError(
                 f"{self.mixture.lm.name}: its texts cannot be drafted, which needs a cache that tokens can be removed "
                 "from. Generate without drafts."
+            )
+        if not can_draft(self.mixture):
+            raise ParameterError(
+                f"{self.mixture.lm.name}: its positions depend on the length of the text, so that rejected tokens "
+                "would change what is left. Generate without drafts."
             )
         stops = bool(kwargs.get("stopping_criteria") or chosen("stop_strings"))
         if stops and (kwargs.get("streamer") or chosen("return_dict_in_generate")):

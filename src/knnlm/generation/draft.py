@@ -171,17 +171,26 @@ class TextMatch:
         self._tokens: list[int] = []
         self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # after each two tokens
 
-    def update(self, tokens: Sequence[int]) -> None:
-        """Read the tokens that were added to the text since the last call; another text is read from its beginning."""
+    @property
+    def length(self) -> int:
+        """The number of tokens that were read."""
+        return len(self._tokens)
+
+    def update(self, tokens: Sequence[int], most: int | None = None) -> None:
+        """Read the tokens that were added to the text since the last call; another text is read from its beginning.
+
+        At most this many tokens are read.
+        """
         if self._tokens != list(tokens[: len(self._tokens)]):
             self._tokens = []
             self._places.clear()
-        for number in range(len(self._tokens), len(tokens)):
+        end = len(tokens) if most is None else min(len(tokens), len(self._tokens) + most)
+        for number in range(len(self._tokens), end):
             if number > 1:  # what follows the two tokens before
                 places = self._places[tokens[number - 2], tokens[number - 1]]
                 places.append(number)
                 del places[:-_PLACES]
-        self._tokens = list(tokens)
+        self._tokens = list(tokens[:end])
 
     def draft(self, count: int) -> Draft:
         """Return what followed the longest end, the last time, of at most this many tokens."""
@@ -308,8 +317,9 @@ class Drafter:
         *,
         student_times: StepTimes | None = None,
         identity: Hashable = None,
+        like: Drafter | None = None,
     ) -> None:
-        """Take the suffix array of a store and the `identity` of that store.
+        """Take the suffix array of a store and the `identity` of that store; `like` another one, learn with it.
 
         The times of steps are those with tokens that were copied, and those with tokens of a student, of which None
         are drafted without `student_times`.
@@ -318,6 +328,8 @@ class Drafter:
         self._text = TextMatch()
         self._times, self._student_times = times, student_times
         self._acceptance = {STORE: Acceptance(), TEXT: Acceptance(), STUDENT: Acceptance(_LEAD_PRIOR)}
+        if like is not None:
+            self._acceptance = like._acceptance
         self.identity = identity
         self.begin()
 
@@ -366,18 +378,21 @@ class Drafter:
         self._last = self._ask(propose, count, gain, times) or self._last
         return self._last
 
-    def candidates(self, tokens: Sequence[int], room: int, least: float) -> list[Candidate]:
+    def candidates(
+        self, tokens: Sequence[int], room: int, least: float, *, most_read: int | None = None
+    ) -> list[Candidate]:
         """Return what may be copied after a text, the start token first, at most `room` tokens.
 
-        Tokens that are accepted with a probability below `least` are left out.
+        Tokens that are accepted with a probability below `least` are left out. At most `most_read` tokens of the text
+        are read at a time; until all are, nothing is copied from the text itself.
         """
         count = min(room, MAX_DRAFT)
         self._prompt = len(tokens) if self._prompt is None else self._prompt
         self._last, self._length, self._proposed = Draft(), len(tokens), []
         if count < 1:
             return []
-        self._text.update(tokens)
-        found = [self._text.draft(count)]
+        self._text.update(tokens, most_read)
+        found = [self._text.draft(count)] if self._text.length == len(tokens) else []
         if self._store is not None:
             tail = np.asarray(tokens[-LONGEST_MATCH:], np.int64)
             self._store.update(self._store.suffixes.encode(tail, begins=len(tokens) <= LONGEST_MATCH))

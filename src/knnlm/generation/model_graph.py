@@ -36,7 +36,7 @@ from knnlm.lm.key_layers import KeyLayer
 MIN_CAPACITY, MAX_CAPACITY = 256, 8192  # tokens of a text; powers of two
 MAX_POSITIONS = 1 << 17  # of all texts together: the buffers of a graph take as much memory as a cache
 COUNTS = (1, 8, 32)  # tokens of a pass; others are padded to the next number
-MAX_GRAPHS = 12  # of a model, of different shapes
+MAX_GRAPHS = 24  # of a model, of different shapes
 KEPT_PASSES = 1000  # of a model, after which a graph that was not replayed makes room for another
 
 _MAX_CHANGE, _MAX_HALF_CHANGE = 1e-3, 0.02  # of what a pass computes, relative, in float32 and in half precision

@@ -25,6 +25,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import SuffixArray, open_suffix_array
 from knnlm.errors import ParameterError
 from knnlm.generation.draft import MAX_DRAFT, Drafter, Proposal, StepTimes
+from knnlm.lm.layers import has_fixed_positions
 from knnlm.lm.shared import TopLM
 from knnlm.memories.decoder import DecoderMemory
 from knnlm.mixture.mixture import Mixture
@@ -183,13 +184,26 @@ def make_drafter(mixture: Mixture, *, progress: Progress = silent) -> Drafter:
     if student is not None:
         own, lm = (model.model.num_parameters() for model in (student.model, mixture.lm))
         student_times = initial_times(device, student=own / (own + lm))
-    store, suffixes = mixture.store, None
-    if store is not None:
-        if store not in _arrays:
-            _arrays[store] = open_suffix_array(store, progress=progress)
-        suffixes = _arrays[store]
-    identity = None if store is None else _identity(store)
+    suffixes, identity = stored_text(mixture, progress=progress)
     return Drafter(suffixes, initial_times(device), student_times=student_times, identity=identity)
+
+
+def stored_text(mixture: Mixture, *, progress: Progress = silent) -> tuple[SuffixArray | None, Hashable]:
+    """Return the suffix array of a mixture's store, built the first time, and the identity of the store, if any."""
+    store = mixture.store
+    if store is None:
+        return None, None
+    identity = _identity(store)
+    if store not in _arrays:
+        _arrays[store] = open_suffix_array(store, progress=progress)
+    return _arrays[store], identity
+
+
+def can_draft(mixture: Mixture) -> bool:
+    """Whether rejected tokens leave no trace in the positions of those before them."""
+    readings = mixture.readers.wanted(mixture.history_lengths)
+    models = [mixture.lm, *(reading.model for reading in readings)]
+    return all(has_fixed_positions(model.model.config) for model in models)
 
 
 def initial_times(device: torch.device, *, texts: int = 1, student: float = 0.0) -> StepTimes:

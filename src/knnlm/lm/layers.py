@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PreTrainedConfig, PreTrainedModel
+
+_CHANGING_ROPES = ("dynamic", "longrope")
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList:
@@ -56,3 +59,17 @@ def per_layer_options(config: PreTrainedConfig) -> dict[str, Any]:
         and "layer" in name
         and not name.startswith("_")
     }
+
+
+def has_fixed_positions(config: Any) -> bool:
+    """Whether the rotation of a position does not depend on the last position of a pass."""
+
+    def kinds(given: Any) -> Iterator[Any]:
+        if isinstance(given, Mapping):
+            yield given.get("rope_type", given.get("type"))
+            for value in given.values():  # by the kind of layer
+                yield from kinds(value)
+
+    text = config.get_text_config()
+    given = (getattr(text, name, None) for name in ("rope_parameters", "rope_scaling"))
+    return not any(kind in _CHANGING_ROPES for each in given for kind in kinds(each))

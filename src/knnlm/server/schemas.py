@@ -309,7 +309,7 @@ class DraftedTokens(BaseModel):
 
 
 class Drafts(DraftedTokens):
-    """These numbers, also by source (store, text), and the parts that were copied from the store."""
+    """These numbers, also by source, and the parts that were copied from the store."""
 
     sources: dict[str, DraftedTokens]
     copied: list[CopiedPart]

@@ -233,7 +233,7 @@ class Scheduler:
         """Prepare the model for the first step."""
         self._cache = choose_cache(self.model)
         if self.drafts is not None:
-            self.drafts.reload(self.mixture)
+            self.drafts.open()
 
     def _wait(self) -> bool:
         """Wait for work, and return whether to continue."""
@@ -338,7 +338,7 @@ class Scheduler:
         if not self._sequences:
             return []
         assert self._cache is not None
-        if self.drafts is not None and self._cache.can_cut:
+        if self.drafts is not None and self.drafts.possible and self._cache.can_cut:
             self._read = self.drafts.propose(self._sequences)
             read = list(zip(self._sequences, self._read, strict=True))
             logits, context = self._cache.step([(sequence.last_token, *tokens.draft) for sequence, tokens in read])
@@ -461,12 +461,23 @@ class Scheduler:
         steps = [[next(predicted) for _ in range(len(read))][: read.sampled] for read in self._read]
         if max(map(len, self._read)) > 1:
             self._cache.cut([read.sampled for read in self._read])
-        self.drafts.observe(self._sequences, self._read, None if began is None else time.perf_counter() - began)
-        for sequence, positions in zip(self._sequences, steps, strict=True):
+        for sequence, read, positions in zip(self._sequences, self._read, steps, strict=True):
             sequence.entries = positions[-1].entries
-            self._advance(sequence, [position.tokens[0] for position in positions])
+            before = sequence.generated
+            self._append(sequence, [position.tokens[0] for position in positions])
+            read.accepted = min(read.sampled - 1, sequence.generated - before)
+        self.drafts.observe(self._sequences, self._read, None if began is None else time.perf_counter() - began)
+        for sequence in self._sequences:
+            if sequence.reason is not None:
+                self._finish(sequence)
 
     def _advance(self, sequence: GeneratedSequence, tokens: Sequence[ScoredToken]) -> None:
+        """Append sampled tokens to a sequence, and finish it where it ends."""
+        self._append(sequence, tokens)
+        if sequence.reason is not None:
+            self._finish(sequence)
+
+    def _append(self, sequence: GeneratedSequence, tokens: Sequence[ScoredToken]) -> None:
         """Append sampled tokens to a sequence, until it ends."""
         final: list[ScoredToken] = []
         for token in tokens:
@@ -475,8 +486,6 @@ class Scheduler:
             if sequence.reason is not None:
                 break
         self._emit(sequence, final)
-        if sequence.reason is not None:
-            self._finish(sequence)
 
     def _finish(self, sequence: GeneratedSequence) -> None:
         reason, low = sequence.reason or "", sequence.low_support

@@ -26,6 +26,7 @@ class DraftedTokens:
     def __init__(self, draw: Callable[[Tensor], int], draft: Sequence[int] = ()) -> None:
         self.draft = tuple(draft)
         self.sampled = 0  # tokens
+        self.accepted = 0  # of the draft, that became part of the text
         self._draw, self._agrees = draw, True
 
     def __len__(self) -> int:
