@@ -1,6 +1,6 @@
 """Searches that a gate skips, that an automaton avoids, and that both leave out, against perplexity.
 
-    python benchmarks/searches.py CORPUS... --store 40000 --limit 2000 --plot searches.png     # an hour on two cores
+    python benchmarks/searches.py CORPUS... --store 40000 --limit 2000 --plot searches.png     # half an hour on two cores
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line; documents of valid and
 test are cut to `--cut` tokens. A store of train is searched in full and with every automaton of `--min-pointers` and
@@ -172,7 +172,11 @@ def show(rows: Sequence[Row], plot: Path | None) -> None:
     for group, test in tests.items():
         valid = [row for row in rows if (row.corpus, row.weights) == group and row.split == "valid"]
         for mode in MODES:
-            if (chosen := choose(valid, mode)) is not None:
+            if not any(row.mode == mode for row in test):
+                continue
+            if (chosen := choose(valid, mode)) is None:
+                print("|", " | ".join([*group, mode, *7 * "-"]), "|")
+            else:
                 row = next(row for row in test if replace(chosen, split="test") == key_of(row, chosen))
                 ratio = row.perplexity / test[0].perplexity
                 print(

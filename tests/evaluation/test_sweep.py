@@ -62,6 +62,7 @@ def test_replay_equals_an_evaluation(lm, mixture, trace, k, knn_temperature, lmb
     replayed = trace.replay(k=k, knn_temperature=knn_temperature, lmbda=lmbda).as_dict()
     names = ("metric", "weights", "online")
     assert [replayed.pop(name) for name in names] == [measured.pop(name) for name in names]
+    assert (replayed.pop("searched"), measured.pop("searched")) == (None, 1)  # a trace does not tell
     (mine,), (theirs,) = replayed.pop("memories"), measured.pop("memories")
     assert mine.pop("weight") == pytest.approx(theirs.pop("weight"), abs=1e-6)
     assert mine == theirs
