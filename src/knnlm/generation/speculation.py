@@ -179,7 +179,7 @@ def make_drafter(mixture: Mixture, *, progress: Progress = silent) -> Drafter:
     The suffix array is kept with the store.
     """
     # On a GPU, a pass over several tokens takes hardly longer than one over a single token.
-    extra, each = (0.05, 0.02) if mixture.lm.device.type == "cuda" else (0.1, 0.08)
+    extra, each = (0.05, 0.02) if mixture.lm.device.type == "cuda" else (0.4, 0.06)
     student, student_times = drafting_student(mixture), None
     if student is not None:
         own, lm = (model.model.num_parameters() for model in (student.model, mixture.lm))
