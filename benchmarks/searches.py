@@ -1,6 +1,6 @@
 """Searches that a gate skips, that an automaton avoids, and that both leave out, against perplexity.
 
-    python benchmarks/searches.py CORPUS... --store 40000 --limit 2000 --plot searches.png     # half an hour on two cores
+    python benchmarks/searches.py CORPUS... --store 40000 --limit 2000 --plot searches.png  # half an hour on two cores
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line; documents of valid and
 test are cut to `--cut` tokens. A store of train is searched in full and with every automaton of `--min-pointers` and
