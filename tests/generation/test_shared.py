@@ -109,7 +109,7 @@ def test_sequences_of_a_server_have_the_distributions_of_each_alone(both):
             rows.append(mixture.predict(context).log_probs())
             batch.join(prompt, 1)
         for tokens in ([8, 9], [20, 21]):
-            _, context = batch.step(tokens)
+            _, context = batch.step([[token] for token in tokens])
             rows.append(mixture.predict(context).log_probs())
         found.append(torch.cat(rows))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
