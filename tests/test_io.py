@@ -14,7 +14,7 @@ from knnlm import io
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
 from knnlm.ingest.build import build
-from knnlm.io import atomic_write, commit_folder, release_pages, resident_bytes
+from knnlm.io import atomic_write, commit_folder, read_array_header, release_pages, resident_bytes
 
 SIZE = 96 << 20
 
@@ -117,3 +117,26 @@ def test_files_of_other_libraries_can_be_read_by_other_users(tmp_path):
     commit_folder(tmp_path / "folder.partial", tmp_path / "folder")
     for file in (tmp_path / "tensors", tmp_path / "folder" / "tensors"):
         assert file.stat().st_mode == usual
+
+
+@pytest.mark.parametrize("failures", [1, 4, 5])
+def test_header_is_parsed_again_where_the_parser_is_disturbed(failures, tmp_path, monkeypatch):
+    """Python 3.11 raises SystemError where several threads parse literals at once."""
+    np.save(tmp_path / "array.npy", np.zeros((3, 2), np.float16))
+    parse, left = np.lib.format.read_array_header_1_0, failures
+
+    def disturbed(file):
+        nonlocal left
+        found = parse(file)  # which moves on in the file
+        left -= 1
+        if left >= 0:
+            raise SystemError("AST constructor recursion depth mismatch (before=60, after=59)")
+        return found
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", disturbed)
+    with (tmp_path / "array.npy").open("rb") as file:
+        if failures == 5:
+            with pytest.raises(ValueError, match="recursion depth"):
+                read_array_header(file)
+        else:
+            assert read_array_header(file) == (np.dtype(np.float16), (3, 2))

@@ -29,6 +29,7 @@ MAX_RESIDENT_BYTES = 384 << 20  # of mapped files, beyond those resident at firs
 _FEW_QUERIES = 64  # of a search, at most, as in generation: page faults would take a large part of its time
 
 _CHUNK_BYTES = 1 << 24
+_PARSES = 5  # of a header
 _STATM = Path("/proc/self/statm")  # Linux; elsewhere pages are left to the system
 
 _least_resident: int | None = None  # the fewest bytes of mapped files that were resident so far
@@ -101,7 +102,7 @@ def read_array_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:
         version = np.lib.format.read_magic(file)
         if version != (1, 0):
             raise ValueError(f"format version {version}")
-        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+        shape, fortran_order, dtype = _parse_header(file)
     except OSError:
         raise
     except Exception as error:  # the parser of Python literals raises errors of many types
@@ -109,6 +110,22 @@ def read_array_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:
     if fortran_order or any(type(length) is not int or length < 0 for length in shape):
         raise ValueError(f"shape {shape}, {'Fortran' if fortran_order else 'C'} order")
     return dtype, shape
+
+
+def _parse_header(file: BinaryIO) -> tuple[Any, Any, Any]:
+    """Parse the literals of a header, again where Python's parser fails: threads that parse at once disturb it.
+
+    Python 3.11 counts the recursion of all threads together, and raises SystemError where the count changes meanwhile.
+    """
+    begin = file.tell()
+    for left in reversed(range(_PARSES)):
+        try:
+            return np.lib.format.read_array_header_1_0(file)
+        except SystemError:
+            if not left:
+                raise
+            file.seek(begin)
+    raise AssertionError
 
 
 @contextmanager

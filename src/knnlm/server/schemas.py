@@ -301,17 +301,17 @@ class CopiedPart(BaseModel):
     offset: int
 
 
-class DraftedTokens(BaseModel):
+class DraftCounts(BaseModel):
     """How many tokens were drafted and accepted."""
 
     drafted: int
     accepted: int
 
 
-class Drafts(DraftedTokens):
+class Drafts(DraftCounts):
     """These numbers, also by source, and the parts that were copied from the store."""
 
-    sources: dict[str, DraftedTokens]
+    sources: dict[str, DraftCounts]
     copied: list[CopiedPart]
 
 
