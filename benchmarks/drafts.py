@@ -58,7 +58,12 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_for(__doc__)
+    return options_for(__doc__).parse_args()
+
+
+def options_for(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the options of stores, memories and prompts."""
+    parser = parser_for(text)
     parser.add_argument("--memories", default="knn,ngram")
     parser.add_argument("--student", help="train a decoder: its number of blocks, or loraR")
     parser.add_argument("--epochs", type=int, default=3, help="of the student")
@@ -68,7 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--from", dest="texts", choices=["test", "train"], default="test", help="texts of the prompts")
     parser.add_argument("--json", type=Path, help="also write the rows into this file")
-    return parser.parse_args()
+    return parser
 
 
 @dataclass
@@ -87,8 +92,8 @@ class Figures:
         return self.tokens[system] / self.seconds[system]
 
 
-def measure(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Build and tune a store, and return a row for each mode."""
+def tuned_mixture(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -> Mixture:
+    """Build and tune a store."""
     train = list(first_documents(split(corpus, "train"), lm, options.store))
     store = knnlm.build(train, folder / "store", lm=lm)
     if lm.device.type == "cpu":
@@ -100,8 +105,13 @@ def measure(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespac
         memories = ",".join(named.get(name, name) for name in memories.split(","))
     mixture = Mixture.open(folder / "store", lm, memories=memories, use_tuned=False)
     mixture.tune(split(corpus, "valid"), limit=options.limit, samples=0)
-    model = KnnForCausalLM(mixture)
-    rows = []
+    return mixture
+
+
+def measure(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Build and tune a store, and return a row for each mode."""
+    mixture = tuned_mixture(corpus, folder, lm, options)
+    model, rows = KnnForCausalLM(mixture), []
     for mode, settings in MODES.items():
         figures, drafter = Figures(), make_drafter(mixture)
         for number, ids in enumerate(prompts(corpus, lm, options)):
