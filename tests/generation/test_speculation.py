@@ -90,6 +90,15 @@ def test_text_with_drafts_is_the_text_without(lm, path, memories, sampled):
     check_same(model, lm, 12, max_new_tokens=14, do_sample=sampled, seed=7, temperature=0.6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_thousand_texts_with_drafts_are_those_without(lm, path, tuned, sampled, online):
+    options = {"memories": MEMORIES[-1], "use_tuned": False, "k": 8, "knn_temperature": 4.0}
+    model = tuned if online else KnnForCausalLM(Mixture.open(path, lm, **options))
+    check_same(model, lm, 1000, max_new_tokens=14, do_sample=sampled, seed=7, temperature=0.6)
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 def test_online_weights_are_rolled_back_with_rejected_tokens(lm, tuned, sampled):
     assert tuned.mixture.layer.stateful
