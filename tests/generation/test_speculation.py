@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
 
+from helpers.drafts import TEXTS, prompts, stored, tuned_mixture
 from helpers.models import tiny, tiny_tokenizer
-from helpers.stores import documents
 from knnlm.datastore.remove import remove
 from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.errors import ParameterError
@@ -19,7 +18,6 @@ from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 
-TEXTS = documents(10)
 MEMORIES = ["knn:0.7", "knn:0.5,ngram:0.4", "knn:0.3,cache:0.3,ngram:0.2,ngram-cache:0.1"]
 
 
@@ -37,16 +35,13 @@ def lm():
 
 @pytest.fixture(scope="module")
 def path(lm, tmp_path_factory):
-    return build(TEXTS, tmp_path_factory.mktemp("draft") / "docs.store", lm=lm, window=lm.window(128)).path
+    return stored(tmp_path_factory.mktemp("draft") / "docs.store", lm)
 
 
 @pytest.fixture(scope="module")
 def tuned(lm, tmp_path_factory):
     """With a gate and online weights."""
-    store = build(TEXTS, tmp_path_factory.mktemp("draft") / "tuned.store", lm=lm, window=lm.window(128))
-    mixture = Mixture.open(store.path, lm, memories="knn,ngram", use_tuned=False)
-    mixture.tune(documents(4, start=40))
-    return KnnForCausalLM(mixture)
+    return KnnForCausalLM(tuned_mixture(tmp_path_factory.mktemp("draft") / "tuned.store", lm))
 
 
 class Totals:
@@ -72,15 +67,6 @@ def check_same(model, lm, count, **settings):
         assert torch.equal(model.generate(ids, draft=drafter, **settings), expected)
         totals.add(drafter)
     assert totals.some_rejected
-
-
-def prompts(lm, count):
-    """Ends of stored texts, and other ones."""
-    random = np.random.default_rng(3)
-    for number in range(count):
-        tokens = lm.encode(TEXTS[number % len(TEXTS)].text)
-        begin = int(random.integers(0, max(1, len(tokens) - 12)))
-        yield torch.tensor([[lm.start_token, *tokens[begin : begin + int(random.integers(1, 10))]]])
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor
 
 from helpers.adapters import random_adapters
+from helpers.drafts import TEXTS, prompts, stored, tuned_mixture
 from helpers.models import tiny, tiny_tokenizer
-from helpers.stores import documents
 from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.generation import student
 from knnlm.generation.causal import KnnForCausalLM
@@ -21,8 +20,6 @@ from knnlm.lm.shared import TopLM
 from knnlm.memories.decoder import DecoderMemory
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import Readers
-
-TEXTS = documents(10)
 
 
 def fast():
@@ -75,7 +72,7 @@ def lm(folder):
 
 @pytest.fixture(scope="module")
 def path(lm, folder):
-    return build(TEXTS, folder / "docs.store", lm=lm, window=lm.window(128)).path
+    return stored(folder / "docs.store", lm)
 
 
 def opened(path, student, memories="knn:0.1,decoder:0.7", *, lm=None, top=None):
@@ -95,20 +92,9 @@ def double(mixture):
 def tuned(lm, folder):
     """With a gate and online weights; the student reads the store, too."""
     student = open_lm(folder / "student")
-    store = build(TEXTS, folder / "tuned.store", lm=student, window=lm.window(128))
     memories = f"knn,ngram,decoder={folder / 'student'}"
-    mixture = Mixture.open(store.path, open_lm(folder / "model"), memories=memories, use_tuned=False)
-    mixture.tune(documents(4, start=40))
+    mixture = tuned_mixture(folder / "tuned.store", open_lm(folder / "model"), reader=student, memories=memories)
     return double(mixture)
-
-
-def prompts(lm, count):
-    """Ends of stored texts, and other ones."""
-    random = np.random.default_rng(3)
-    for number in range(count):
-        tokens = lm.encode(TEXTS[number % len(TEXTS)].text)
-        begin = int(random.integers(0, max(1, len(tokens) - 12)))
-        yield torch.tensor([[lm.start_token, *tokens[begin : begin + int(random.integers(1, 10))]]])
 
 
 def check_same(model, lm, count, *, copies=False, **settings):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.drafts import TEXTS, stored, tuned_mixture
 from helpers.models import tiny, tiny_tokenizer
 from helpers.server import serving
-from helpers.stores import documents
 from knnlm.corpus import Document
 from knnlm.errors import ParameterError
 from knnlm.generation.causal import KnnForCausalLM
@@ -27,8 +27,6 @@ from knnlm.server.engine import batch_drafts
 from knnlm.server.engine.batching import BatchedCache, Prompt, SequentialCache, choose_cache, read_prompt
 from knnlm.server.engine.requests import FinishEvent, GenerationRequest, MemoryOverrides, Penalties, TokensEvent
 from knnlm.server.engine.scheduler import Scheduler
-
-TEXTS = documents(10)
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +46,13 @@ def lm():
 
 @pytest.fixture(scope="module")
 def path(lm, tmp_path_factory):
-    return build(TEXTS, tmp_path_factory.mktemp("drafts") / "docs.store", lm=lm, window=lm.window(128)).path
+    return stored(tmp_path_factory.mktemp("drafts") / "docs.store", lm)
 
 
 @pytest.fixture(scope="module")
 def tuned(lm, tmp_path_factory):
     """With a gate and online weights."""
-    store = build(TEXTS, tmp_path_factory.mktemp("drafts") / "tuned.store", lm=lm, window=lm.window(128))
-    mixture = Mixture.open(store.path, lm, memories="knn,ngram", use_tuned=False)
-    mixture.tune(documents(4, start=40))
-    return mixture
+    return tuned_mixture(tmp_path_factory.mktemp("drafts") / "tuned.store", lm)
 
 
 def requests_of(lm, count=16):

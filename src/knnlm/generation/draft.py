@@ -190,7 +190,7 @@ class TextMatch:
                 places = self._places[tokens[number - 2], tokens[number - 1]]
                 places.append(number)
                 del places[:-_PLACES]
-        self._tokens = list(tokens[:end])
+        self._tokens += tokens[len(self._tokens) : end]
 
     def draft(self, count: int) -> Draft:
         """Return what followed the longest end, the last time, of at most this many tokens."""
@@ -327,9 +327,8 @@ class Drafter:
         self._store = None if suffixes is None else StoreMatch(suffixes)
         self._text = TextMatch()
         self._times, self._student_times = times, student_times
-        self._acceptance = {STORE: Acceptance(), TEXT: Acceptance(), STUDENT: Acceptance(_LEAD_PRIOR)}
-        if like is not None:
-            self._acceptance = like._acceptance
+        own = {STORE: Acceptance(), TEXT: Acceptance(), STUDENT: Acceptance(_LEAD_PRIOR)}
+        self._acceptance: dict[str, Acceptance] = own if like is None else like._acceptance
         self.identity = identity
         self.begin()
 

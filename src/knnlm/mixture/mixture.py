@@ -100,11 +100,21 @@ class ComponentOutputs:
     outputs: Sequence[MemoryOutput]  # of each memory
     search_mask: Tensor | None  # (N,) False where a search was skipped; None: nowhere
     lm: MemoryOutput
-    searched: Tensor | None = None  # (N,) share of the stores that were searched for each position; None: no store
+    stores: Sequence[int]  # the numbers of the memories that search a store
 
     def log_probs(self, targets: Tensor) -> Tensor:
         """Return the (N, M) log-probabilities of one token per row by each component."""
         return component_log_probs(self.components, targets)
+
+    @property
+    def searched(self) -> Tensor | None:
+        """The (N,) shares of the stores that were searched for each position; None: there is no store."""
+        shares = []
+        for output in (self.outputs[number] for number in self.stores):
+            followed = output.neighbours.followed if isinstance(output, VoteOutput) else None
+            every = torch.ones(len(self.given.abstains)) if self.search_mask is None else self.search_mask
+            shares.append((every if followed is None else followed.searched).float().cpu())
+        return torch.stack(shares).mean(0) if shares else None
 
     def mixed(
         self, weights: Tensor, states: Tensor | None = None, by_expert: Tensor | None = None
@@ -598,8 +608,8 @@ class Mixture:
         ]
         components = [*lm.components, *(component for output in outputs for component in output.components)]
         given = PositionInputs(self.weights.inputs(context, lm, outputs), abstain_mask(components))
-        searched = self._searched(outputs, context.search_mask, len(given.abstains))
-        return ComponentOutputs(components, given, outputs, context.search_mask, lm, searched)
+        stores = [number for number, memory in enumerate(self.memories) if searches(memory)]
+        return ComponentOutputs(components, given, outputs, context.search_mask, lm, stores)
 
     # The methods below forward to higher packages, which are imported when they are called.
 
@@ -748,16 +758,6 @@ class Mixture:
             for memory, k in zip(self.memories, ks, strict=True)
         ]
         return Retrieved(neighbours, context.search_mask)
-
-    def _searched(self, outputs: Sequence[MemoryOutput], mask: Tensor | None, rows: int) -> Tensor | None:
-        """Return the (N,) shares of the stores that were searched for each position; None: there is no store."""
-        shares = []
-        for memory, output in zip(self.memories, outputs, strict=True):
-            if searches(memory):
-                followed = output.neighbours.followed if isinstance(output, VoteOutput) else None
-                every = torch.ones(rows) if mask is None else mask
-                shares.append((every if followed is None else followed.searched).float().cpu())
-        return torch.stack(shares).mean(0) if shares else None
 
     def _output(self, number: int, context: Context, retrieved: Retrieved | None) -> MemoryOutput:
         """Return the output of one memory, from what was retrieved for it if anything was."""

@@ -23,7 +23,7 @@ GREEDY_TEMPERATURE = 1e-4  # at and below it, the most probable token is taken
 class DraftedTokens:
     """The tokens that are read after the last one of a sequence, and how many of them are sampled, too."""
 
-    def __init__(self, draw: Callable[[Tensor], int], draft: Sequence[int] = ()) -> None:
+    def __init__(self, draw: Callable[[Tensor], int], draft: Sequence[int]) -> None:
         self.draft = tuple(draft)
         self.sampled = 0  # tokens
         self.accepted = 0  # of the draft, that became part of the text
